@@ -11,7 +11,13 @@ from trials import PowerCut, cut_at, same_end
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import sha256_of
 from headwater_lab.training import saving as module
-from headwater_lab.training.checkpoints import find_damage, find_newest_intact, list_checkpoints, load_model
+from headwater_lab.training.checkpoints import (
+    find_damage,
+    find_newest_intact,
+    list_checkpoints,
+    load_model,
+    read_progress,
+)
 from headwater_lab.training.loop import train
 from headwater_lab.training.records import Notice, read_record
 
@@ -214,6 +220,44 @@ def test_every_tensor_of_a_checkpoint_comes_back(recipe, tmp_path, optimizer, ti
         train(made, tmp_path / "cut", on_event=cut_at(5))
     train(made, tmp_path / "cut", resume=True)
     same_end(tmp_path / "whole", tmp_path / "cut")
+
+
+ESTIMATES = """
+import torch
+
+
+class Estimates(torch.optim.SGD):
+    \"\"\"Keeps a number for each parameter, and one for each group, on which the step's length depends.\"\"\"
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] = 1.1 * group.get("d", 0.1)
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+                parameter.data -= group["lr"] * group["d"] * self.state[parameter]["count"] * parameter.grad
+
+
+def in_groups(groups, *, learning_rate):
+    for group in groups:
+        group["lr"] = (10 if group["name"] == "embeddings" else 1) * learning_rate
+    return Estimates(groups, lr=learning_rate)
+"""
+
+
+def test_numbers_that_an_optimizer_keeps_come_back(recipe, tmp_path, monkeypatch):
+    (tmp_path / "estimates.py").write_text(ESTIMATES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HEADWATER_TRUST", "estimates")
+    made = recipe(training={"optimizer": "estimates:in_groups", "learning_rate": 0.01})
+    train(made, tmp_path / "whole")
+    with pytest.raises(PowerCut):
+        train(made, tmp_path / "cut", on_event=cut_at(5))
+    train(made, tmp_path / "cut", resume=True)
+    same_end(tmp_path / "whole", tmp_path / "cut")
+    assert read_progress(list_checkpoints(tmp_path / "cut")[-1]).optimizer["0.0.d"] == pytest.approx(0.1 * 1.1**12)
+    kept = {"start": {"checkpoint": str(tmp_path / "whole"), "optimizer_state": "keep"}}
+    with pytest.raises(HeadwaterError, match="keeps 'd' for a group of parameters"):
+        train(recipe(training={"optimizer": "estimates:in_groups"}, **kept), tmp_path / "next")
 
 
 @pytest.mark.slow

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import build
+from conftest import build, config
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.mechanisms import KVShift
 from headwater.util.errors import HeadwaterError
 from headwater_lab.optimization.muon import Muon
+from headwater_lab.optimization.registry import OPTIMIZERS
 from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.optimizers import (
     clip_gradient,
@@ -135,6 +136,25 @@ def stepped(make, grads: list[list[torch.Tensor]], skip: set[int] = frozenset())
 def random_grads(steps: int) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [[torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(steps)]
+
+
+def test_muon_leaves_the_output_to_adamw():
+    model = HeadwaterForCausalLM(config({}, tie_word_embeddings=False))
+    _, adamw = make_optimizers(model, Training(optimizer="muon"))
+    groups = {group["name"]: group["params"] for group in adamw.param_groups}
+    assert groups["head"] == [model.lm_head.weight]
+
+
+def test_the_rate_of_a_group_keeps_its_ratio(model, monkeypatch):
+    def faster(groups, *, learning_rate):
+        groups[0]["lr"] = 10 * learning_rate
+        return torch.optim.SGD(groups, lr=learning_rate)
+
+    monkeypatch.setattr(OPTIMIZERS, "added", {"faster": faster})
+    training = Training(optimizer="faster", scalar_learning_rate_multiplier=3.0)
+    (optimizer,) = make_optimizers(model, training)
+    ratios = {group["name"]: group["ratio"] for group in optimizer.param_groups}
+    assert ratios == {"matrices": pytest.approx(10.0), "embeddings": 1.0, "vectors": 1.0, "scalars": 3.0}
 
 
 def test_muon_in_stacks_is_pytorchs():

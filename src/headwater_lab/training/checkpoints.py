@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from pathlib import Path
@@ -111,7 +111,8 @@ class Progress:
     rows: the number of used rows in the data's fixed order. order: a hash of all these rows in their order.
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
     skipped_last: the number of most recent steps that were skipped. result: the deciding metric, if evaluated at this
-    step. kept: the state of mechanisms that act before each step, by the module's name. data: facts that reveal
+    step. kept: the state of mechanisms that act before each step, by the module's name. optimizer: what
+    `read_group_numbers` returns. data: facts that reveal
     whether the data have changed. run_id: the run's name in Weights & Biases. threads: CPU threads of an operation.
     trunk: of a branch, the fields of `records.Trunk`.
     """
@@ -126,6 +127,7 @@ class Progress:
     skipped_last: int = 0
     result: float | None = None
     kept: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, float] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     run_id: str = ""
@@ -202,7 +204,7 @@ def optimizer_tensors(
     """List the optimizers' state by parameter name. Single numbers are [1]: the sharded format has no 0-d tensors.
 
     fill: before the first step, create state of the right shapes to read into. PyTorch does so by taking a step, so
-    the parameters must then be read too. Raises `HeadwaterError` for state that is not a tensor.
+    the parameters must then be read too. Raises `HeadwaterError` for state that is neither a tensor nor a number.
     """
     if not fill and not any(optimizer.state for optimizer in optimizers):
         return {}
@@ -210,13 +212,27 @@ def optimizer_tensors(
     states: dict[str, Any] = get_optimizer_state_dict(model, list(optimizers))["state"] if optimizers else {}  # type: ignore[assignment]
     for parameter, state in states.items():
         for key, value in state.items():
+            if type(value) in (int, float):
+                value = torch.tensor([value], dtype=torch.int64 if type(value) is int else torch.float64)
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{parameter}.{key}"] = value.reshape(1) if value.ndim == 0 else value
             elif value is not None:
                 raise HeadwaterError(
-                    f"The optimizer's {key!r} is not a tensor and cannot be saved; use another optimizer."
+                    f"The optimizer's {key!r} is a {type(value).__name__} and cannot be saved; use another optimizer."
                 )
     return tensors
+
+
+def _put_back_numbers(
+    model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
+) -> None:
+    """Put the numbers among an optimizer's state, which `optimizer_tensors` lists as tensors, back where they were."""
+    for optimizer in optimizers:
+        for parameter_name, parameter in model.named_parameters():
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if type(value) in (int, float) and (name := f"optimizer.{parameter_name}.{key}") in tensors:
+                    state[key] = type(value)(tensors[name].item())
 
 
 def load_model(path: Path) -> AnyModel:
@@ -280,6 +296,7 @@ def restore_run(
     if average is not None:
         targets |= average.state
     _read_model(path, model, targets, distributed)
+    _put_back_numbers(model, optimizers, targets)
     if average is not None:
         average.swap()  # model.safetensors holds the average, so exchange it with the trained weights
 
@@ -287,11 +304,17 @@ def restore_run(
 def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Optimizer], distributed: bool) -> None:
     """Copy a checkpoint's tensors into a fresh model, and its optimizer state into `optimizers`, if given.
 
+    With that state come the weights that it is of, not their average.
     Raises `HeadwaterError` as `restore_run` does, and if there is no such state.
     """
     stored = _read_metadata(path)
     if optimizers and not any(name.startswith("optimizer.") for name in stored):
         raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
+    if optimizers and (path / FACTS).is_file() and (numbers := read_progress(path).optimizer):
+        raise HeadwaterError(
+            f"The optimizer of {str(path)!r} keeps {next(iter(numbers)).split('.', 2)[2]!r} for a group of parameters, "
+            "which another run cannot take over; leave out start.optimizer_state=keep."
+        )
     state = optimizer_tensors(model, optimizers, fill=True)
     if state.keys() - stored.keys():
         # Parameters that growth added have been stepped 0 times. Their averages keep the zeros they were filled with.
@@ -306,6 +329,10 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
             "training.optimizer, or leave out start.optimizer_state=keep."
         )
     _read_model(path, model, state, distributed)
+    _put_back_numbers(model, optimizers, state)
+    if optimizers:
+        trained = {f"trained.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        _fill_tensors(path, {name: tensor for name, tensor in trained.items() if name in stored}, distributed)
 
 
 def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:

@@ -37,7 +37,7 @@ from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.branching import start_branch
 from headwater_lab.training.checkpoints import FOLDER, Progress, list_checkpoints, optimizer_tensors, read_progress
 from headwater_lab.training.journal import Journal, OnEvent, report_full_disk_once
-from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate
+from headwater_lab.training.optimizers import clip_gradient, gradient_norm, learning_rate, read_group_numbers
 from headwater_lab.training.processes import (
     Reading,
     add_up_scalars,
@@ -277,7 +277,7 @@ class TrainingRun(Setup):
         torch.manual_seed(number("dropout", self.recipe.seed, step, self.fabric.global_rank))
         rate = learning_rate(step, settings)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
-            group["lr"] = rate * (settings.scalar_learning_rate_multiplier if group["name"] == "scalars" else 1.0)
+            group["lr"] = rate * group["ratio"]
         return rate
 
     def run_backward(self, batches: list[CountedBatch], labels: Tensor) -> Tensor:
@@ -474,6 +474,7 @@ class TrainingRun(Setup):
                 self.journal.warn(f"Not saved: {problem}.")
                 return
             raise self.build_divergence(f"{problem}; lower")
+        self.progress.optimizer = read_group_numbers(self.optimizers)
         state = optimizer_tensors(self.model, self.optimizers)
         state |= {f"running.{name}": tensor for name, tensor in self.running.items()}
         if self.average is not None:

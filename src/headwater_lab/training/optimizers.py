@@ -1,7 +1,7 @@
 """Parameter groups, clipping, the learning rate of a step, and the average of the weights."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -20,12 +20,14 @@ from headwater_lab.optimization.tensors import list_gradients, local_shard
 from headwater_lab.recipe.training_section import Training
 
 # The groups in order, and which of them decay under each `weight_decay_on`.
-GROUPS = ("matrices", "tensors", "embeddings", "vectors", "scalars")
+GROUPS = ("matrices", "head", "tensors", "embeddings", "vectors", "scalars")
 DECAYED = {
-    "matrices": ("matrices", "tensors"),
-    "embeddings": ("matrices", "tensors", "embeddings"),
+    "matrices": ("matrices", "head", "tensors"),
+    "embeddings": ("matrices", "head", "tensors", "embeddings"),
     "all": GROUPS,
 }
+# The modules that make logits.
+HEADS = ("lm_head", "classifier")
 
 
 def parameter_groups(
@@ -33,9 +35,9 @@ def parameter_groups(
     weight_decay: float,
     decay_on: Literal["matrices", "embeddings", "all"] = "matrices",
 ) -> list[dict[str, Any]]:
-    """Sort parameters into five groups: "matrices", "tensors" (of more than two dimensions, as in convolutions),
-    "embeddings", "vectors" (norms, biases), and the mechanisms' "scalars", which stay in fp32, unsharded in every
-    process.
+    """Sort parameters into six groups: "matrices", "head" (the output's matrix, which Muon leaves to AdamW), "tensors"
+    (of more than two dimensions, as in convolutions), "embeddings", "vectors" (norms, biases), and the mechanisms'
+    "scalars", which stay in fp32, unsharded in every process.
 
     A mechanism may choose another group for a parameter, also a new one without weight decay: a group may then have
     two parts of the same name. Empty ones are left out.
@@ -56,7 +58,8 @@ def parameter_groups(
             elif isinstance(module, nn.Embedding):
                 kind = "embeddings"
             else:
-                kind = ("vectors", "vectors", "matrices")[parameter.ndim] if parameter.ndim < 3 else "tensors"
+                matrix = "head" if path in HEADS else "matrices"
+                kind = ("vectors", "vectors", matrix)[parameter.ndim] if parameter.ndim < 3 else "tensors"
             owner, inner = owner_of(model, f"{path}.{name}")
             if owner is not None:
                 kind = _choose_group(owner, inner, parameter, kind)
@@ -116,8 +119,7 @@ def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Op
         else:
             result = make(groups, **values_read(make, training))
         optimizers = [result] if isinstance(result, torch.optim.Optimizer) else list(result)
-        owned_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        stepped = [parameter for group in owned_groups for parameter in group["params"]]
+        stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     except Exception as error:  # outside code can raise anything
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} cannot be created: {type(error).__name__}: {sentence(error)}; see "
@@ -127,9 +129,37 @@ def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Op
         raise HeadwaterError(
             f"The optimizer {training.optimizer!r} must hold every parameter exactly once, but does not."
         )
-    for group in owned_groups:
-        group.setdefault("name", "matrices")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("name", "matrices")
+            # A rate that the optimizer has set for a group keeps its ratio to the recipe's.
+            is_chosen = group["lr"] != optimizer.defaults.get("lr")
+            group["ratio"] = group["lr"] / training.learning_rate if is_chosen else 1.0
+            if group["name"] == "scalars":
+                group["ratio"] *= training.scalar_learning_rate_multiplier
     return optimizers
+
+
+def read_group_numbers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, float]:
+    """Read the numbers that optimizers have put into their groups, such as Prodigy's estimate of the rate: by the
+    optimizer's and the group's index and their names.
+    """
+    return {
+        f"{index}.{group_index}.{key}": value
+        for index, optimizer in enumerate(optimizers)
+        for group_index, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if type(value) in (int, float)
+        and key not in ("lr", "ratio", "weight_decay")
+        and value != optimizer.defaults.get(key)
+    }
+
+
+def write_group_numbers(optimizers: Sequence[torch.optim.Optimizer], numbers: Mapping[str, float]) -> None:
+    """Put what `read_group_numbers` returned into the optimizers' groups."""
+    for name, value in numbers.items():
+        index, group_index, key = name.split(".", 2)
+        optimizers[int(index)].param_groups[int(group_index)][key] = value
 
 
 @torch.no_grad()

@@ -58,7 +58,13 @@ from headwater_lab.training.checkpoints import (
 )
 from headwater_lab.training.initialization import measure_initialization, warn_drowning
 from headwater_lab.training.model_changes import change_model, check_classes, describe_refit, list_refits, refit_model
-from headwater_lab.training.optimizers import Average, freeze_others, learning_rate, make_optimizers
+from headwater_lab.training.optimizers import (
+    Average,
+    freeze_others,
+    learning_rate,
+    make_optimizers,
+    write_group_numbers,
+)
 from headwater_lab.training.processes import fail_together, is_sharded, list_scalars, run_in_first
 from headwater_lab.training.records import Event, Origin, find_record
 from headwater_lab.training.run_folder import CHANGED
@@ -536,6 +542,7 @@ class Setup:
         average = None if training.ema_decay is None else Average(self.model, training.ema_decay)
         if checkpoint is not None:
             restore_run(checkpoint, self.model, self.optimizers, self.running, is_sharded(training), average)
+            write_group_numbers(self.optimizers, self.progress.optimizer)
         return average
 
     def list_warnings(self) -> list[str]:
@@ -546,6 +553,10 @@ class Setup:
             default = Training.model_fields["timeout_minutes"].default
             unread = {"timeout_minutes": training.timeout_minutes != default, "strategy": training.strategy == "ddp"}
             warnings += [f"training.{name} has no effect in a single process." for name in unread if unread[name]]
+        if training.scalar_learning_rate_multiplier != 1 and not any(
+            group["name"] == "scalars" for optimizer in self.optimizers for group in optimizer.param_groups
+        ):
+            warnings.append("training.scalar_learning_rate_multiplier has no effect: the model has no such scalars.")
         warnings += getattr(self.data, "notices", [])
         if self.beginning is not None:
             warnings += self.beginning.notices
