@@ -15,7 +15,9 @@ import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
+from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import reading
@@ -55,6 +57,29 @@ def test_byte_tokenizer_gives_each_byte_its_own_number_and_back():
     assert tokenizer.decode(list(text.encode())) == text
     assert len(tokenizer) == 257
     assert tokenizer.eos_token_id == 256
+
+
+def test_excerpts_end_with_their_text(folder, tmp_path):
+    """A tokenizer that puts an end token after a document scores as many tokens as one that does not."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path / "begins")
+    for name, first in (("bytes", 256), (str(tmp_path / "begins"), 257)):
+        data = make(folder / "**/*.txt", tokenizer=name, held_out_bytes=100)
+        assert {int(excerpt.ids[0]) for excerpt in data.held_out} == {first}
+        assert sum(excerpt.tokens for excerpt in data.held_out) == data.description["held_out_bytes"]
+
+
+def test_text_that_the_tokenizer_does_not_know_is_noticed(folder, tmp_path):
+    words = Tokenizer(models.WordLevel({"alpha": 0, "?": 1, "</s>": 2}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="</s>").save_pretrained(tmp_path / "few")
+    (notice,) = make(folder / "**/*.txt", tokenizer=str(tmp_path / "few")).notices
+    assert re.match(r"8\d\.\d\d% of the held-out tokens are the tokenizer's '\?'", notice)
+    assert not make(folder / "**/*.txt").notices
 
 
 def test_byte_tokenizer_survives_saving(tmp_path):

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Self
 
@@ -100,7 +101,7 @@ class LanguageData:
             sizes = choose_limits([document for _, document in group], settings.held_out_bytes)
             excerpts = zip(group, sizes, strict=True)
             self.held_out += [HeldOut(name, d.id, self.cut_excerpt(d, limit)) for (name, d), limit in excerpts if limit]
-        self.notices = self._unread_limit(settings, held_out)
+        self.notices = self._unread_limit(settings, held_out) + self._count_unknown()
         facts = self.describe_domains(held_out) if self.domains else {}
         self.held_out = thin_out(self.held_out, settings.held_out_rows, self.context)
         if not self.held_out:
@@ -120,6 +121,17 @@ class LanguageData:
         sizes = [sum(len(document.text.encode()) for document in documents) for documents in held_out.values()]
         size = max(sizes) if self.domains else sum(sizes)
         return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
+
+    def _count_unknown(self) -> list[str]:
+        """Make a notice if the tokenizer's unknown token stands for held-out text."""
+        unknown = self.encoder.tokenizer.unk_token_id
+        ids = np.concatenate([excerpt.ids for excerpt in self.held_out] or [np.zeros(0, np.int64)])
+        if unknown is None or unknown in chain(*self.encoder.frame) or not (share := float((ids == unknown).mean())):
+            return []
+        return [
+            f"{share:.2%} of the held-out tokens are the tokenizer's {self.encoder.tokenizer.unk_token!r}, which says "
+            "less than the text that it stands for: bits per byte are too low."
+        ]
 
     def describe_domains(self, domains: Iterable[str]) -> dict[str, Any]:
         """Describe the domains for the record. Raises `HeadwaterError` if one is too short to evaluate on."""
@@ -148,7 +160,9 @@ class LanguageData:
         content = document.text.encode()
         start = int(document.hash_fraction("excerpt") * (len(content) - limit + 1))
         text = content[start : start + limit].decode(errors="ignore")
-        return self.encoder.encode_documents([Document(document.id, text, document.key)])[0]
+        excerpt = self.encoder.encode_documents([Document(document.id, text, document.key)])[0]
+        # An end token is no text, and not every tokenizer puts one.
+        return replace(excerpt, ids=excerpt.ids[: len(excerpt.ids) - len(self.encoder.frame[1])])
 
     def evaluate(self, logits: Callable[[Batch], Tensor], share: Share = ALONE) -> Evaluation:
         """Measure bits per byte of the held-out excerpts, in rows that do not overlap: context grows along each row."""
