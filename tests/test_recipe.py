@@ -12,6 +12,7 @@ import pytest
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import DATA
 from headwater_lab.data.synthetic.induction import InductionData, InductionSettings
+from headwater_lab.recipe.overrides import apply_overrides, parse_override
 from headwater_lab.recipe.recipe import IDENTITY_VERSION, Recipe, find_data_class, list_sections, parse
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.recipe.synonyms import ANSWERS, SYNONYMS
@@ -55,6 +56,16 @@ def test_overrides_are_dotted_and_typed(file):
     assert recipe.training.learning_rate == 3e-4
     assert recipe.model == {"mechanisms": {"kv_shift": {}}}
     assert recipe.reporting.save_every is None
+
+
+def test_the_shares_of_a_mixture_are_one_value():
+    values = {"data": {"source": {"web": 0.6, "code": 0.4}, "context": 8}}
+
+    def override(text):
+        return apply_overrides(values, [(text, *parse_override(text))])["data"]
+
+    assert override("data.source={code: 1.0}") == {"source": {"code": 1.0}, "context": 8}
+    assert override("data.source.web=0.1") == {"source": {"web": 0.1, "code": 0.4}, "context": 8}
 
 
 @pytest.mark.sampled(3)

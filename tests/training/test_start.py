@@ -13,6 +13,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.growth import pairs_of
 from headwater.growth.parameter_tokens import maps_of
 from headwater.mechanisms import Pattention
+from headwater.models.load import read_config
 from headwater_lab import grow
 from headwater_lab.data.tokenizer import byte_tokenizer
 from headwater_lab.evaluation.candidates import find_candidates
@@ -393,6 +394,32 @@ def test_tokens_under_other_ids_are_no_addition(model_of_words, tmp_path):
                 begun(tmp_path / "other")
         else:
             assert begun(tmp_path / "other").config.vocab_size == 32
+
+
+def test_a_longer_context_and_other_frequencies_go_into_the_model(recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "base")
+    rope = {"rope_type": "default", "rope_theta": 50_000.0}
+    longer = recipe(data={"context": 64}, model={"rope_parameters": rope}, **start(tmp_path / "base"))
+    record = train(longer, tmp_path / "longer")
+    config = read_config(newest_checkpoint(tmp_path / "longer"))
+    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (64, 50_000.0)
+    assert not [notice for notice in record.notices if "ignored" in notice.message]
+
+
+def test_a_kept_state_comes_with_the_weights_it_is_of(recipe, finished, tmp_path, monkeypatch):
+    """Not with their average, which is the checkpoint's model."""
+    finished(recipe(training={"ema_decay": 0.9}), tmp_path / "base")
+    state = load_file(newest_checkpoint(tmp_path / "base") / "training.safetensors")
+    seen = {}
+
+    def look(self, stop):
+        seen.update({name: parameter.detach().clone() for name, parameter in self.model.named_parameters()})
+
+    monkeypatch.setattr(TrainingRun, "take_steps", look)
+    train(recipe(**start(tmp_path / "base", optimizer_state="keep")), tmp_path / "next")
+    assert seen
+    for name, tensor in seen.items():
+        assert torch.equal(tensor, state[f"trained.{name}"]), name
 
 
 def test_a_teacher_whose_ids_mean_other_tokens_is_refused(recipe, tmp_path):

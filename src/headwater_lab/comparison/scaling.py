@@ -196,11 +196,7 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     Raises `HeadwaterError` where too few sizes differ in parameters or tokens, no seed is left, runs have no loss, or
     one of the baseline diverged.
     """
-    diverged = list(dict.fromkeys(arm_of(run) for run in records if run.status == "diverged" and size_of(run)))
-    runs = [run for run in records if run.status == "finished" and run.held_out and size_of(run)]
-    if any(arm_of(run) in diverged for run in _choose_baseline_runs(records)):
-        raise HeadwaterError("No law can be fitted: a run of the baseline diverged.")
-    runs = [run for run in runs if arm_of(run) not in diverged]
+    runs, diverged = _split_diverged(records)
     of_baseline = _choose_baseline_runs(runs)
     sizes = list(dict.fromkeys(map(size_of, of_baseline)))
     if len(sizes) < LEAST_SIZES:
@@ -222,6 +218,18 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     )
     is_pinned = axis == "flops" and not explain_unpinned(runs, metric)
     return _add_predictions(scaling, arms, fits, projections, is_pinned)
+
+
+def _split_diverged(records: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
+    """Return the finished runs of arms in which none diverged, and the other arms.
+
+    Raises `HeadwaterError` if the baseline is one of these.
+    """
+    diverged = list(dict.fromkeys(arm_of(run) for run in records if run.status == "diverged" and size_of(run)))
+    if any(arm_of(run) in diverged for run in _choose_baseline_runs(records)):
+        raise HeadwaterError("No law can be fitted: a run of the baseline diverged.")
+    finished = [run for run in records if run.status == "finished" and run.held_out and size_of(run)]
+    return [run for run in finished if arm_of(run) not in diverged], diverged
 
 
 def _check_sizes(n: np.ndarray, axis: Axis) -> None:

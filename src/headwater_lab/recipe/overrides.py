@@ -5,6 +5,7 @@ tags, aliases that expand without end. This module follows YAML 1.2's core schem
 else.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ MOST_BYTES = 2**20
 MOST_TEXT = 2**30  # maximum bytes of prompts and samples
 MOST_VALUES = 100_000
 DEEPEST = 40
+# The field whose mapping is one value: the shares of a mixture.
+MIXTURE = "source"
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -188,9 +191,11 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def merge_values(values: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `change` into `values`: sections field by field, other values as a whole."""
+    """Merge `change` into `values`: sections field by field, other values, also the shares of `source`, as a whole."""
     return dict(values) | {
-        key: merge_values(values[key], new) if isinstance(new, dict) and isinstance(values.get(key), dict) else new
+        key: merge_values(values[key], new)
+        if isinstance(new, dict) and isinstance(values.get(key), dict) and key != MIXTURE
+        else new
         for key, new in change.items()
     }
 
@@ -220,7 +225,10 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[tuple[str, Seque
                     f"The override {shown(text)} would change nothing, since sections are merged; write "
                     f"{'.'.join(map(str, names))}=null for none."
                 )
-        for name in reversed(names):
-            value = {name: value}
+        for depth in reversed(range(len(names))):
+            value = {names[depth]: value}
+            if depth and names[depth - 1] == MIXTURE:  # one share of several
+                shares: Any = functools.reduce(lambda section, name: section.get(name) or {}, names[:depth], values)
+                value = shares | value
         values = merge_values(values, value)
     return values

@@ -17,10 +17,13 @@ def choose_attention(config: HeadwaterConfig, training: Training, device: torch.
     """Choose the recipe's kernel, else varlen if packed rows of `context` tokens are faster with it, else None.
 
     It is not chosen by timing, because a run's bits depend on it. A GPU that this machine lacks can run varlen. Raises
-    `HeadwaterError` if varlen or FlashAttention 3 is named and cannot run.
+    `HeadwaterError` if varlen, FlashAttention 3 or FlexAttention is named and cannot run.
     """
     kernel, refusal = training.attn_implementation, _refuse_varlen(config, training, device)
-    reason = {VARLEN: refusal, FLASH3: _refuse_flash3(config, training, device)}.get(kernel or "")
+    reasons = {VARLEN: refusal, FLASH3: _refuse_flash3(config, training, device)}
+    if device.type == "cpu":
+        reasons["flex_attention"] = "cannot train on a CPU"
+    reason = reasons.get(kernel or "")
     if reason is not None:
         raise HeadwaterError(f"training.attn_implementation: {kernel} {reason}; leave it out.")
     if kernel is not None or refusal is not None or kernels.are_disabled():

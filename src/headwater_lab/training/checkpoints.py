@@ -310,11 +310,8 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     stored = _read_metadata(path)
     if optimizers and not any(name.startswith("optimizer.") for name in stored):
         raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
-    if optimizers and (path / FACTS).is_file() and (numbers := read_progress(path).optimizer):
-        raise HeadwaterError(
-            f"The optimizer of {str(path)!r} keeps {next(iter(numbers)).split('.', 2)[2]!r} for a group of parameters, "
-            "which another run cannot take over; leave out start.optimizer_state=keep."
-        )
+    if optimizers:
+        _refuse_group_numbers(path)
     state = optimizer_tensors(model, optimizers, fill=True)
     if state.keys() - stored.keys():
         # Parameters that growth added have been stepped 0 times. Their averages keep the zeros they were filled with.
@@ -331,8 +328,23 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     _read_model(path, model, state, distributed)
     _put_back_numbers(model, optimizers, state)
     if optimizers:
-        trained = {f"trained.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        _fill_tensors(path, {name: tensor for name, tensor in trained.items() if name in stored}, distributed)
+        _fill_trained(path, model, distributed)
+
+
+def _refuse_group_numbers(path: Path) -> None:
+    """Raise `HeadwaterError` if an optimizer has put numbers into its groups, whose order may differ in another run."""
+    if (path / FACTS).is_file() and (numbers := read_progress(path).optimizer):
+        raise HeadwaterError(
+            f"The optimizer of {str(path)!r} keeps {next(iter(numbers)).split('.', 2)[2]!r} for a group of parameters, "
+            "which another run cannot take over; leave out start.optimizer_state=keep."
+        )
+
+
+def _fill_trained(path: Path, model: AnyModel, distributed: bool) -> None:
+    """Replace the average of the weights by the trained ones, if a checkpoint has both."""
+    stored = _read_metadata(path)
+    trained = {f"trained.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    _fill_tensors(path, {name: tensor for name, tensor in trained.items() if name in stored}, distributed)
 
 
 def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distributed: bool) -> None:

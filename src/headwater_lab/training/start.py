@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 from headwater.config.planner import plan_layers
+from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.counts import forward_flops
@@ -80,8 +81,9 @@ if TYPE_CHECKING:  # reading runs does not need the trainer's packages
 
 # Most tokens, and rows, on which a conversion measures and aligns keys and values.
 SAMPLE, SAMPLE_ROWS = 16_384, 32
-# Config fields that a recipe may change in a trained model.
+# Config fields that a recipe may change in a trained model, and those of them that extend its context.
 MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "drop_path")
+POSITIONS = ("max_position_embeddings", "rope_parameters")
 # Fields that may change when a run resumes: its length and the hardware, but not the model or the data.
 MAY_CHANGE = {
     "training.steps",
@@ -273,13 +275,21 @@ def _read_config(path: Path, recipe: Recipe) -> HeadwaterConfig:
     """Read the config of a checkpoint, with the recipe's changes."""
     config = read_config(path)
     try:
-        for name in (name for name in MAY_DIFFER if name in recipe.model):
+        for name in (name for name in list_changeable(config) if name in recipe.model):
             setattr(config, name, recipe.model[name])
+        rope = getattr(config, "rope_parameters", None)
+        if rope is not None and rope["rope_type"] not in FOLLOW_LENGTH:
+            config.max_position_embeddings = max(config.max_position_embeddings, getattr(recipe.data, "context", 0))
         config.complete_fields()
         plan_layers(config)
     except (HeadwaterError, StrictDataclassError) as error:
         raise HeadwaterError(f"model: {sentence(error)}") from error
     return config
+
+
+def list_changeable(config: HeadwaterConfig) -> tuple[str, ...]:
+    """List the config fields that a recipe may change in this trained model."""
+    return (*MAY_DIFFER, *(POSITIONS if getattr(config, "position", None) == "rope" else ()))
 
 
 def describe_training(recipe: Recipe, data: Data, progress: Progress, flops: float) -> Event:
@@ -308,14 +318,11 @@ def _list_notices(recipe: Recipe, config: HeadwaterConfig, rows: int, changes: l
     ignored = [
         name
         for name, value in recipe.model.items()
-        if name not in (*MAY_DIFFER, "base", "mechanisms") and getattr(config, name, None) != value
+        if name not in (*list_changeable(config), "base", "mechanisms") and getattr(config, name, None) != value
     ]
     if ignored:
-        name = ignored[0]
-        notices.append(
-            f"The model is the checkpoint's, so the recipe's model section is ignored: {name} is "
-            f"{getattr(config, name, None)!r} there, and {recipe.model[name]!r} in the recipe."
-        )
+        fields = (f"{name} is {getattr(config, name, None)!r} there, not {recipe.model[name]!r}" for name in ignored)
+        notices.append(f"The model is the checkpoint's, so the recipe's is ignored: {'; '.join(fields)}.")
     if rows:
         notices.append(
             f"The model was trained on the first {rows:,} rows of these data; training continues after them."
