@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from pathlib import Path
@@ -308,10 +308,8 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     Raises `HeadwaterError` as `restore_run` does, and if there is no such state.
     """
     stored = _read_metadata(path)
-    if optimizers and not any(name.startswith("optimizer.") for name in stored):
-        raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
     if optimizers:
-        _refuse_group_numbers(path)
+        _check_kept(path, stored)
     state = optimizer_tensors(model, optimizers, fill=True)
     if state.keys() - stored.keys():
         # Parameters that growth added have been stepped 0 times. Their averages keep the zeros they were filled with.
@@ -331,8 +329,12 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
         _fill_trained(path, model, distributed)
 
 
-def _refuse_group_numbers(path: Path) -> None:
-    """Raise `HeadwaterError` if an optimizer has put numbers into its groups, whose order may differ in another run."""
+def _check_kept(path: Path, stored: Iterable[str]) -> None:
+    """Raise `HeadwaterError` if a checkpoint holds no optimizer state, or numbers that an optimizer has put into its
+    groups, whose order may differ in another run. stored: the names of its tensors.
+    """
+    if not any(name.startswith("optimizer.") for name in stored):
+        raise HeadwaterError(f"{str(path)!r} holds no optimizer state to keep; leave out start.optimizer_state=keep.")
     if (path / FACTS).is_file() and (numbers := read_progress(path).optimizer):
         raise HeadwaterError(
             f"The optimizer of {str(path)!r} keeps {next(iter(numbers)).split('.', 2)[2]!r} for a group of parameters, "
