@@ -379,6 +379,20 @@ def test_a_body_that_is_no_request_is_refused(served, path):
         assert json.loads(failed.value.read())["error"]["message"]
 
 
+def test_a_streams_role_is_sent_once(served):
+    *events, _ = served.server.post("chat/completions", **CHATS, stream=True).strip().split("\n\n")
+    first, *pieces, last = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    assert (first, last) == ({"role": "assistant", "content": ""}, {})
+    expected = continuation(served.model, "<user>Who?<assistant>")
+    assert "".join(piece["content"] for piece in pieces) == expected
+    assert not any("role" in piece for piece in pieces)
+
+
+def test_a_model_is_shown_by_its_name(served):
+    with served.server.opener.open(f"{served.server.address}/v1/models/{served.name}", timeout=60) as answer:
+        assert json.loads(answer.read()) == served.server.models()[0]
+
+
 def test_routes_that_are_not_offered(served):
     for path in ("../load_model", "../reset", "audio/transcriptions", "systemone", "nothing"):
         assert "is not offered" in refused(served.server, path, 404, model=served.name)

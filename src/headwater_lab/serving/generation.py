@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,14 +35,18 @@ IGNORED = {
     *("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
     *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens"),
     *("stop_strings", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "num_beams", "guidance_scale"),
+    *("temperature", "top_p", "top_k", "num_return_sequences", "penalty_alpha"),
 }
 
 
-def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
+def load_for_generation(
+    path: Path, follow: Collection[str] = ()
+) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
     """Load the model and tokenizer of a checkpoint folder, a run's newest checkpoint, or a folder of transformers.
 
     Also returns whether the model is known to have begun here, so that it knows the token that `continue_prompts`
-    begins documents with. Raises `HeadwaterError`.
+    begins documents with. follow: settings of generation_config.json that stay in the model's.
+    Raises `HeadwaterError`.
     """
     path = newest_checkpoint(path)
     if is_foreign(path):
@@ -59,16 +63,17 @@ def load_for_generation(path: Path) -> tuple[HeadwaterForCausalLM, PreTrainedTok
             f"The tokenizer in {str(path)!r} has neither an end-of-text nor a begin-of-text token to start a text "
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
-    _warn_of_ignored(model.generation_config)
+    stored = model.generation_config
+    _warn_of_ignored(stored, follow)
     # `continue_prompts` sets the rest.
-    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    model.generation_config = GenerationConfig(**{name: getattr(stored, name) for name in ("eos_token_id", *follow)})
     return model.eval(), tokenizer, bool(history) and not is_from_elsewhere(history)
 
 
-def _warn_of_ignored(settings: GenerationConfig) -> None:
+def _warn_of_ignored(settings: GenerationConfig, follow: Collection[str]) -> None:
     """Log the settings of a generation_config.json that generation here does not follow."""
-    if changed := sorted(IGNORED & settings.to_diff_dict().keys()):
-        logger.warning(f"generation_config.json sets {', '.join(changed)}, which generate does not follow.")
+    if changed := sorted((IGNORED - set(follow)) & settings.to_diff_dict().keys()):
+        logger.warning(f"generation_config.json sets {', '.join(changed)}, which is not followed here.")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def continue_prompts(
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     ends = torch.tensor(sorted({end, *_list_ends(model), *(list_turn_ends(tokenizer) if chat else ())}))
     warn_of_unknown(tokenizer, prompts)
-    rows = _encode_messages(tokenizer, prompts) if chat else _encode_prompts(tokenizer, prompts, begin, end)
+    rows = _encode_messages(tokenizer, prompts) if chat else encode_prompts(tokenizer, prompts, begin, end)
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
@@ -162,10 +167,10 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str])
     return [apply_chat_template(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
-def _encode_prompts(
+def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], begin: bool, end: int
 ) -> list[list[int]]:
-    """The token ids of each prompt. begin: as in `continue_prompts`. end: the only token of an empty prompt."""
+    """Encode prompts as token ids. begin: as in `continue_prompts`. end: the only token of an empty prompt."""
     if begin:
         return [frame_text(tokenizer)[0] + ids for ids in encode_plainly(tokenizer, prompts)]
     return [tokenizer(prompt).input_ids or [end] for prompt in prompts]

@@ -90,7 +90,10 @@ class Sampling(_Fields):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    user: str | None = None  # a label for the client's own records
+    user: str | None = None  # a label for the client's own records, like metadata
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
     n: Literal[1] | None = None
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
@@ -130,7 +133,7 @@ def _check_content(content: Any) -> Any:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("should be a text, or a list of parts of type text")
-    return " ".join(TextPart.model_validate(item).text for item in content)
+    return "\n".join(TextPart.model_validate(item).text for item in content)  # as vLLM joins them
 
 
 class Chat(Sampling):
@@ -139,6 +142,9 @@ class Chat(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: Literal[False] | None = None
+    top_logprobs: Literal[0] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None  # without tools there is none
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     response_format: TextFormat | None = None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import logging
 import socket
@@ -16,7 +15,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import uvicorn
@@ -25,14 +24,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from tokenizers.decoders import DecodeStream
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
 from headwater.util.errors import HeadwaterError, first_line, shown
 from headwater_lab.data.tokenizer import separator_id
-from headwater_lab.data.tokenizer_files import find_tokenizer, list_turn_ends
+from headwater_lab.data.tokenizer_files import list_turn_ends
+from headwater_lab.serving.generation import encode_prompts, load_for_generation
 from headwater_lab.serving.prompts import apply_chat_template
 from headwater_lab.serving.requests import (
     LENGTHS,
@@ -47,7 +46,6 @@ from headwater_lab.serving.requests import (
     read_json,
 )
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import load_model
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +53,9 @@ ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health")
 NO_TEMPLATE = "the model's tokenizer has no chat template"
 # Number of new tokens if a request does not specify one.
 DEFAULT_LENGTH = 1024
+# What generation_config.json and requests set.
+PENALTY = "repetition_penalty"
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "min_p", PENALTY)
 # Seconds between checks whether the client is still connected.
 SECONDS_BETWEEN_LOOKS = 0.2
 # Seconds that answers under way have after SIGTERM; service managers kill after 30 or more.
@@ -70,17 +71,13 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
     except OSError as error:
         problem = str(error.strerror).partition(" (")[0]  # Python adds the address
         raise HeadwaterError(f"Port {port} of {host!r} cannot be used: {problem}; choose another.") from error
-    model = load_model(source)
-    if not isinstance(model, HeadwaterForCausalLM):
-        raise HeadwaterError(f"{str(source)!r} is an image model, which `headwater predict` runs; name a text model.")
-    tokenizer = find_tokenizer(source, model.config.vocab_size)
-    assert tokenizer is not None, "the command looks for it"
+    model, tokenizer, begin = load_for_generation(source, follow=SAMPLING)
     model.to(device, dtype)
     if tokenizer.chat_template is None:
         # Not in a run: its checkpoint has check sums, and other copies of the tokenizer are not read.
         remedy = "Use /v1/completions, or add a chat_template.jinja to what headwater export writes, and serve that."
         logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400. {remedy}")
-    app = ModelServer(name, model, tokenizer).build_app()
+    app = ModelServer(name, model, tokenizer, begin).build_app()
     # uvicorn reports how many answers it ends when it stops, and then a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
@@ -89,10 +86,12 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
 
 
 class ModelServer:
-    """A model behind the routes. name: the model's name in requests."""
+    """A model behind the routes. name: the model's name in requests. begin: as in `continue_prompts`."""
 
-    def __init__(self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.name, self.model, self.tokenizer = name, model, tokenizer
+    def __init__(
+        self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase, begin: bool = False
+    ) -> None:
+        self.name, self.model, self.tokenizer, self.begin = name, model, tokenizer, begin
         self.created = int(time.time())
         self.thread = ThreadPoolExecutor(1)
 
@@ -102,14 +101,23 @@ class ModelServer:
             Route(chat, self.answer_chat, methods=["POST"]),
             Route(completion, self.answer_completion, methods=["POST"]),
             Route(models, self.list_models),
+            Route(f"{models}/{{name:path}}", self.show_model),
             Route(health, self.report_health),
         ]
         refused = dict.fromkeys((HeadwaterError, HTTPException, ClientDisconnect), _answer_refusal)
         return Starlette(routes=routes, exception_handlers={**refused, Exception: _answer_failure})
 
     async def list_models(self, request: Request) -> JSONResponse:
-        model = {"id": self.name, "object": "model", "created": self.created, "owned_by": "headwater"}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self._describe_model(self.name)]})
+
+    async def show_model(self, request: Request) -> JSONResponse:
+        return JSONResponse(self._describe_model(request.path_params["name"]))
+
+    def _describe_model(self, name: str) -> dict[str, Any]:
+        """Describe the model. Raises `RequestError` for another name."""
+        if name != self.name:
+            raise RequestError("model", f"this server has only {self.name!r}, not {name!r}", 404)
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "headwater"}
 
     async def report_health(self, request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok"})
@@ -131,17 +139,15 @@ class ModelServer:
             if len(body) <= MOST_BYTES:
                 body += chunk
         fields = read_fields(kind, read_json(body))
-        if fields.get("model", self.name) != self.name:
-            raise RequestError("model", f"this server has only {self.name!r}, not {fields['model']!r}", 404)
+        self._describe_model(fields.get("model", self.name))
         return fields
 
     def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         """Encode a prompt as token ids; an empty one begins a document, as in OpenAI's API."""
-        ids: list[int] = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-        start = separator_id(self.tokenizer)
-        if not ids and start is None:
-            raise RequestError("prompt", "is empty, and the tokenizer has no token to begin a document with")
-        return ids or [start]  # type: ignore[list-item]
+        end = cast(int, separator_id(self.tokenizer))  # `load_for_generation` has checked that there is one
+        if isinstance(prompt, list):
+            return prompt or [end]
+        return encode_prompts(self.tokenizer, [prompt], self.begin, end)[0]
 
     async def _answer(self, request: Request, fields: dict[str, Any], prompts: list[list[int]]) -> Response:
         runs = [Continuation(self.model, self.tokenizer, prompt, fields) for prompt in prompts]
@@ -174,6 +180,8 @@ class ModelServer:
         work = loop.run_in_executor(self.thread, run.generate)
         work.add_done_callback(lambda _: texts.put_nowait(None))
         try:
+            if "messages" in fields:
+                yield _make_event(facts | {"choices": [_make_choice(fields, "", begins=True)]})
             while (text := await texts.get()) is not None:
                 yield _make_event(facts | {"choices": [_make_choice(fields, text)]})
             await work
@@ -201,17 +209,22 @@ async def _answer_failure(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error_body(f"{type(error).__name__}; see the server's log", status=500), 500)
 
 
-def _make_choice(fields: dict[str, Any], text: str, finish_reason: str | None = None, index: int = 0) -> dict[str, Any]:
-    """Make a choice of an answer, or the next piece of one in a stream."""
+def _make_choice(
+    fields: dict[str, Any], text: str, finish_reason: str | None = None, index: int = 0, begins: bool = False
+) -> dict[str, Any]:
+    """Make a choice of an answer, or the next piece of one in a stream. begins: it is the first of a chat's stream."""
+    content: dict[str, Any] = {"content": text}
     if "prompt" in fields:
-        content: dict[str, Any] = {"text": text}
-    else:
-        content = {"delta" if fields["stream"] else "message": {"role": "assistant", "content": text}}
+        content = {"text": text}
+    elif not fields["stream"]:
+        content = {"message": {"role": "assistant"} | content}
+    else:  # clients join the texts of all pieces, also of the role
+        content = {"delta": {"role": "assistant"} | content if begins else content if text else {}}
     return content | {"index": index, "finish_reason": finish_reason}
 
 
 def _count_tokens(runs: list[Continuation]) -> dict[str, int]:
-    prompt, new = (sum(counts) for counts in zip(*((len(run.prompt), run.new_tokens) for run in runs), strict=True))
+    prompt, new = (sum(counts) for counts in zip(*((len(run.prompt), len(run.new)) for run in runs), strict=True))
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
@@ -238,7 +251,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, fields: dict[str, Any]) -> l
 class Continuation(StoppingCriteria):
     """One call of `generate` with the options of a request. It reads each new token, and ends at a stop text.
 
-    pass_on: receives the text in pieces, in the thread of `generate`. new_tokens: their number so far.
+    pass_on: receives the text in pieces, in the thread of `generate`. new: the new tokens so far.
     Raises `RequestError` for a prompt that the model cannot read, and for more new tokens than it has positions for.
     """
 
@@ -260,8 +273,11 @@ class Continuation(StoppingCriteria):
         end = self.config.eos_token_id
         self.ends = {*ends, *([] if end is None else end if isinstance(end, list) else [end])}
         self.config.eos_token_id = sorted(self.ends) or None
-        self.until, self.decoding = UntilStop(self.stops), DecodeStream([], skip_special_tokens=True)
-        self.text, self.new_tokens, self.ended, self.cancelled = "", 0, False, False
+        self.until, self.new = UntilStop(self.stops), list[int]()
+        # The text of the tokens before `shown` has been passed on. That of the next ones may depend on those from
+        # `context` on, such as the space before a word.
+        self.context, self.shown = 0, 0
+        self.text, self.ended, self.cancelled = "", False, False
 
     @property
     def finish_reason(self) -> str:
@@ -277,41 +293,45 @@ class Continuation(StoppingCriteria):
             return
         ids = torch.tensor([self.prompt], device=self.model.device)
         with _seed_draws(self.fields.get("seed"), self.model.device):
-            generated = self.model.generate(
+            self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 generation_config=self.config,
                 stopping_criteria=StoppingCriteriaList([self]),
             )
-        self._show("", end=True)
-        new = generated[0, len(self.prompt) : len(self.prompt) + self.new_tokens]
-        self.text = before_stop(self.tokenizer.decode(new, skip_special_tokens=True), self.stops)
+        self._show(end=True)
+        self.text = before_stop(self._decode(0), self.stops)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.ended:  # `generate` may notice the end late, and then passes further tokens
-            token = int(input_ids[0, -1])
-            self.new_tokens += 1
-            self._show(self.decoding.step(self.tokenizer._tokenizer, token) or "")
-            self.ended = token in self.ends or self.until.stopped
+            self.new.append(int(input_ids[0, -1]))
+            self._show()
+            self.ended = self.new[-1] in self.ends or self.until.stopped
         return torch.full((len(input_ids),), self.ended or self.cancelled, device=input_ids.device)
 
-    def _show(self, text: str, end: bool = False) -> None:
-        if visible := self.until.feed(text, end):
+    def _show(self, end: bool = False) -> None:
+        """Pass on the text of tokens that have not been shown, unless it ends within a character. end: all of it."""
+        before, text = self._decode(self.context, self.shown), self._decode(self.context)
+        piece = ""
+        if end or not text.endswith("\ufffd"):
+            piece, self.context, self.shown = text[len(before) :], self.shown, len(self.new)
+        if visible := self.until.feed(piece, end):
             self.pass_on(visible)
+
+    def _decode(self, start: int, stop: int | None = None) -> str:
+        return self.tokenizer.decode(self.new[start:stop], skip_special_tokens=True)
 
 
 def _make_config(model: HeadwaterForCausalLM, fields: dict[str, Any]) -> GenerationConfig:
-    config = copy.deepcopy(model.generation_config)
-    default = (config.temperature or 1.0) if config.do_sample else 1.0  # OpenAI's default
-    temperature = fields.get("temperature", default)
-    config.do_sample = temperature > 0
-    options = {"temperature": temperature, "top_k": 0} | {
-        name: fields[name] for name in ("top_p", "top_k", "min_p") if name in fields
-    }
-    for name, value in options.items():
-        setattr(config, name, value if config.do_sample else None)  # with greedy decoding these options have no effect
-    config.repetition_penalty = fields.get("repetition_penalty", config.repetition_penalty)
-    return config
+    """Make the settings of a request: its own, or else those of the model's generation_config.json, or OpenAI's."""
+    stored = {name: value for name in SAMPLING if (value := getattr(model.generation_config, name)) is not None}
+    if not stored.pop("do_sample", False):
+        stored = {name: value for name, value in stored.items() if name == PENALTY}
+    options = {"temperature": 1.0, "top_k": 0} | stored | {name: fields[name] for name in SAMPLING if name in fields}
+    if options["temperature"] == 0:  # greedy decoding has no other options
+        options = {name: value for name, value in options.items() if name == PENALTY}
+    ends, samples = model.generation_config.eos_token_id, "temperature" in options
+    return GenerationConfig(eos_token_id=ends, pad_token_id=0, do_sample=samples, **options)
 
 
 def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> int:
