@@ -20,6 +20,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import processes
 from conftest import build
@@ -252,7 +253,18 @@ def test_an_address_that_cannot_be_used_is_refused_before_the_model_is_loaded(ho
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(HeadwaterError, match=f"Port {port} of '{host}' cannot be used: [^(]*; choose another."):
-            serve_checkpoint("x", tmp_path, host, port, "cpu", None)
+            serve_checkpoint(tmp_path, host, port, "cpu", None)
+
+
+def test_a_plain_folder_of_transformers_is_served(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**sizes, eos_token_id=256)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: served.append(app))
+    served: list = []
+    serve_checkpoint(tmp_path, "127.0.0.1", 0, "cpu", None)
+    assert served
 
 
 CHATS = {"messages": [dict(role="user", content="Who?")]}

@@ -166,12 +166,9 @@ def serve_model(
         raise HeadwaterError(f"There is no option {options[0]} with --engine transformers; leave it out, or use vllm.")
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise HeadwaterError(f"--dtype {dtype} is not a PyTorch dtype; use auto, float32 or bfloat16.")
-    source = _find_text_checkpoint(checkpoint)
     from headwater_lab.serving.server import serve_checkpoint
 
-    serve_checkpoint(
-        str(checkpoint), source, host, port, device_of(device), None if dtype == "auto" else getattr(torch, dtype)
-    )
+    serve_checkpoint(checkpoint, host, port, device_of(device), None if dtype == "auto" else getattr(torch, dtype))
 
 
 def _find_text_checkpoint(checkpoint: Path) -> Path:

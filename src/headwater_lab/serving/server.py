@@ -64,8 +64,8 @@ SECONDS_TO_FINISH = 20
 CLIENT_LEFT = 499
 
 
-def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str, dtype: torch.dtype | None) -> None:
-    """Serve a checkpoint as the model `name`, until the process is stopped. Raises `HeadwaterError`."""
+def serve_checkpoint(source: Path, host: str, port: int, device: str, dtype: torch.dtype | None) -> None:
+    """Serve a checkpoint, named as it is given, until the process is stopped. Raises `HeadwaterError`."""
     try:  # before the model is loaded, and in one sentence
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
@@ -77,7 +77,7 @@ def serve_checkpoint(name: str, source: Path, host: str, port: int, device: str,
         # Not in a run: its checkpoint has check sums, and other copies of the tokenizer are not read.
         remedy = "Use /v1/completions, or add a chat_template.jinja to what headwater export writes, and serve that."
         logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400. {remedy}")
-    app = ModelServer(name, model, tokenizer, begin).build_app()
+    app = ModelServer(str(source), model, tokenizer, begin).build_app()
     # uvicorn reports how many answers it ends when it stops, and then a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
