@@ -1,5 +1,6 @@
 """Evaluation: lm-eval's tasks and sliding windows against computations by hand, and paired statistics."""
 
+import dataclasses
 import json
 import math
 import runpy
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -37,7 +39,7 @@ from headwater_lab.evaluation import tasks as tasks_module
 from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer, unique_names
 from headwater_lab.evaluation.paired_differences import Items, compare_items
 from headwater_lab.evaluation.quantized_reading import read_quantized
-from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
+from headwater_lab.evaluation.tasks import GROUPS, RunOptions, parse_tasks, wrap_model
 from headwater_lab.evaluation.text_likelihood import list_windows, sum_log_likelihoods
 from headwater_lab.training.records import Event
 from headwater_lab.training.saving import write_model
@@ -117,6 +119,29 @@ def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
     ids = [np.array(one.tokenizer(text).input_ids) for text in documents]
     ours = sum_log_likelihoods(model, ids, one.begin, context=32, stride=32, batch_size=4)
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_rolling_windows_score_no_token_that_begins_a_text(folder):
+    """A run and its export, whose tokenizer adds the token, get the same number."""
+    from lm_eval.api.instance import Instance
+
+    [one] = find_candidates([str(folder / "twin")])
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": tokenizer.eos_token})
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, end)]
+    )
+    model = one.load_model("cpu", "float32")
+    totals = []
+    for adds_begin in (True, False):
+        candidate = dataclasses.replace(one, tokenizer=tokenizer, begin=end, adds_begin=adds_begin)
+        lm = wrap_model(candidate, model, RunOptions(2, None, 32, 0))
+        request = Instance("loglikelihood_rolling", {}, (LETTERS * 3,), 0)
+        totals += lm.loglikelihood_rolling([request], disable_tqdm=True)
+        assert lm.tok_encode("a") == [end] * adds_begin + [97]
+    expected = sum_log_likelihoods(model, [np.array([*LETTERS.encode()] * 3)], end, context=32, stride=32, batch_size=4)
+    assert totals == pytest.approx([*expected] * 2, rel=1e-5)
 
 
 def test_measures_of_a_text_are_of_its_nats_tokens_and_bytes(folder):

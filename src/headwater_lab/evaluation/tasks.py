@@ -171,7 +171,16 @@ def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions
     prepare_lm_eval()
     from lm_eval.models.huggingface import HFLM
 
-    return HFLM(
+    class Model(HFLM):
+        def loglikelihood_rolling(self, *args: Any, **options: Any) -> Any:
+            # lm-eval begins a text with `prefix_token_id`, and would score it again where the tokenizer adds it too.
+            adds_begin, self.add_bos_token = self.add_bos_token, False
+            try:
+                return super().loglikelihood_rolling(*args, **options)
+            finally:
+                self.add_bos_token = adds_begin
+
+    return Model(
         pretrained=model,
         tokenizer=candidate.tokenizer,
         backend="causal",
