@@ -9,6 +9,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DynamicCache,
     LlamaConfig,
     LlamaForCausalLM,
@@ -53,6 +55,27 @@ def test_a_config_that_cannot_be_saved_is_a_sentence(tmp_path):
     model.config._attn_implementation = "sdpa"
     with pytest.raises(HeadwaterError, match="output_attentions"):
         model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_a_classifier_on_a_trained_model(auto, tmp_path):
+    trained, ids = build(BOTH).float(), tokens(2, T)
+    trained.save_pretrained(tmp_path / "trained")
+    model = auto.from_pretrained(tmp_path / "trained", num_labels=3, pad_token_id=0)
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], tensor), name
+    ids[ids == 0] = 1
+    mask = torch.ones_like(ids)
+    ids[1, :4] = mask[1, :4] = 0
+    logits = model(ids, attention_mask=mask).logits[1]
+    alone = model(ids[1:, 4:]).logits[0]
+    assert_near(logits[-len(alone) :] if alone.ndim > 1 else logits, alone, 1e-5)
+    labels = torch.zeros(ids.shape if alone.ndim > 1 else 2, dtype=torch.long)
+    model(ids, attention_mask=mask, labels=labels).loss.backward()
+    assert model.score.weight.grad.any()
+    assert model.model.layers[0].self_attn.v_proj.weight.grad.any()
+    model.save_pretrained(tmp_path / "classifier")
+    assert weights_equal(auto.from_pretrained(tmp_path / "classifier"), model)
 
 
 def test_auto_classes(tmp_path):

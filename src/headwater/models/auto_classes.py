@@ -18,6 +18,7 @@ IMPORTED_AFTER = {
     "transformers.models.auto.configuration_auto": (
         "headwater.models.causal_lm",
         "headwater.models.image_classification",
+        "headwater.models.classification",
     ),
     "transformers.cache_utils": ("headwater.models.cache",),
 }

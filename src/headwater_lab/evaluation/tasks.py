@@ -174,7 +174,7 @@ def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions
     class Model(HFLM):
         def loglikelihood_rolling(self, *args: Any, **options: Any) -> Any:
             # lm-eval begins a text with `prefix_token_id`, and would score it again where the tokenizer adds it too.
-            adds_begin, self.add_bos_token = self.add_bos_token, False
+            adds_begin, self.add_bos_token = self.add_bos_token, False  # type: ignore[has-type]
             try:
                 return super().loglikelihood_rolling(*args, **options)
             finally:
