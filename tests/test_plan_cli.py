@@ -130,9 +130,11 @@ def test_arms_and_stages_are_priced_as_they_train(prices, run, tmp_path):
     plain, chunked = sorted(made, key=lambda one: one["name"], reverse=True)
     assert (plain["loss_chunk_tokens"], chunked["loss_chunk_tokens"]) == (None, 8)
     assert chunked["at"][0]["activation_bytes"] < plain["at"][0]["activation_bytes"]
-    stages = [{"name": "late", "training": {"gradient_checkpointing": True}}]
+    stages = [{"name": "late", "training": {"gradient_checkpointing": True, "steps": 7}}]
     first, late = prices(recipe(tmp_path / "s.yaml", stages=stages))
     assert (first["gradient_checkpointing"], late["gradient_checkpointing"]) == (False, True)
+    assert late["tokens"] != first["tokens"]
+    assert late["tokens"] % 7 == 0
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,13 @@ class PriceTable(SideBySide):
         """Add rows about the hardware's limits."""
         price, units = self.prices[0], f"{self.unit}s"
         self.add_rows(limits, {f"training ceiling, {units}/s, {price.devices} × {hardware.name}": "training_ceiling"})
-        budget = si(price.images or 0) if self.unit == "image" else si(price.tokens or 0).replace("G", "B")
-        days = f"days for {budget} {units} at MFU {price.mfu:g}"
+        budgets = [(price.images if self.unit == "image" else price.tokens) or 0 for price in self.prices]
+        amount = si(budgets[0]) if self.unit == "image" else si(budgets[0]).replace("G", "B")
+        budget = f"{amount} {units}"
+        if len(set(budgets)) > 1:
+            self.add_row(f"training {units}", budgets, ratio=False)
+            budget = "these"
+        days = f"days for {budget} at MFU {price.mfu:g}"
         self.add_rows(limits, {days: "days", "device-hours": "device_hours"}, ratio=False)
         largest = f"largest batch, {'images' if self.unit == 'image' else 'rows'} per device"
         batches = {largest: "largest_batch", "  gradient checkpointing": "largest_batch_checkpointed"}

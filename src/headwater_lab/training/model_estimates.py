@@ -287,14 +287,22 @@ def price_models(
     shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices, "batch": batch}
     counts = {"tokens": tokens, "images": images}
     budget = {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
-    if not budget and model.run is not None:  # the recipe's number of rows
-        budget = {model.run.unit: model.run.rows * longest}
-    shared |= budget
+
+    def choose_budget(run: Recipe | None) -> dict[str, Any]:
+        """The tokens or images of a recipe's rows, unless a budget is given."""
+        return budget or ({} if run is None else {run.unit: run.rows * longest})
+
     shared |= {name: value for name, value in settings.items() if value is not None}
     shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
-        price(model.config, name=name, **shared, **model.list_settings(longest, shared["precision"]))
-        for name, model in planned.items()
+        price(
+            column.config,
+            name=name,
+            **shared,
+            **choose_budget(column.run or model.run),
+            **column.list_settings(longest, shared["precision"]),
+        )
+        for name, column in planned.items()
     ]
 
 
