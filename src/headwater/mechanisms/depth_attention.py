@@ -54,7 +54,7 @@ class DepthAttention(Mechanism):
         queries: Literal[1, 3] = 1  # 1: one query a block; 3: one each for q, k and v
         variant: DepthVariant = "attnres"  # inkling_2 divides scores by √D and sums norm(h_j)
         block: int = 1  # number of layers whose sum is one state
-        layers: list[int] | None = None  # layers in which it acts; default: all
+        layers: list[int] | None = None  # layers in which it acts; default: all but the first
 
     def __init__(
         self,

@@ -2,9 +2,9 @@
 
     U'_l = A_l·V_l + λ·(V_0 - V_l)        l ≥ 1, λ = 0.4, before the output map
 
-A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed. V_0 and V_l are the values as projected: no other
-mechanism changes them. Together with a value residual the authors' code adds 0.2·(V_0 - V'), V' the mixed value. Where
-V' is 0.5·V_0 + 0.5·V_l, that equals λ = 0.1 here.
+A baseline of the value-residual paper (arXiv 2410.17897); λ is fixed. V_0 and V_l are the values after projection and
+short convolutions; no other mechanism changes them. Together with a value residual the authors' code adds
+0.2·(V_0 - V'), V' the mixed value. Where V' is 0.5·V_0 + 0.5·V_l, that equals λ = 0.1 here.
 
 Departures: under GQA each query head gets its key/value head's difference. A head that attends to another layer's
 values (skip-layer attention) takes V_l from that layer. Our addition: with `learnable`, λ is a free scalar per layer,

@@ -11,7 +11,7 @@ The cache does not hold them, and a decoding step does not join them to it. With
 Departures: under GQA the query heads of one key/value head share its pairs. The paper removes the feed-forward, which
 the pairs replace there; here it stays. Under `qk_norm` k' is not normed. In the paper s is 1. Here it is by default the
 standard deviation that tokens' keys and values have at the start: σ·√D for linear layers drawn with σ. At D = 64 that
-is 0.16; pairs six times as large drown the tokens, and a model learns to recall much later (docs/results.md).
+is 0.16.
 """
 
 from math import inf, sqrt

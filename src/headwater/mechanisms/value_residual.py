@@ -9,14 +9,14 @@
     learnable_plus  λ_{l,1} = s·softmax(λ')_l over the receiving layers, init s = L, the depth; λ_{l,2} free, init 0.5
     dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; init V'_l = V_l
 
-V_0 is taken right after projection, before any other mechanism, the head split, the cache and RoPE; gradients flow into
-it. The paper's ablations put the residual elsewhere (option `target`): on queries, keys (both before RoPE), attention
-probabilities, or hidden states (X_0 added to the input of each attention).
+V_0 is taken after projection and short convolutions, before any other mechanism, the head split, the cache and RoPE;
+gradients flow into it. The paper's ablations put the residual elsewhere (option `target`): on queries, keys (both
+before RoPE), attention probabilities, or hidden states (X_0 added to the input of each attention).
 
 Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, and the form of learnable_plus follow the
-authors' code; the paper does not give them. Neither gives the init of λ', whose default is what trained best here
-(recipes/value-residual/plus-init.yaml). The printed formula of the dense form can be read as recursive, over
-V'_i; ours is over V_i.
+authors' code; the paper does not give them. λ' starts at 0, uniform; the authors' rises with depth, by an amount that
+neither gives (`plus_init`, recipes/value-residual/plus-init.yaml). The printed formula of the dense form can be read as
+recursive, over V'_i; ours is over V_i, and the recursive form is not built.
 """
 
 from collections.abc import Sequence

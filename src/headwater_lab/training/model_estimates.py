@@ -287,11 +287,6 @@ def price_models(
     shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices, "batch": batch}
     counts = {"tokens": tokens, "images": images}
     budget = {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
-
-    def choose_budget(run: Recipe | None) -> dict[str, Any]:
-        """The tokens or images of a recipe's rows, unless a budget is given."""
-        return budget or ({} if run is None else {run.unit: run.rows * longest})
-
     shared |= {name: value for name, value in settings.items() if value is not None}
     shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
@@ -299,11 +294,16 @@ def price_models(
             column.config,
             name=name,
             **shared,
-            **choose_budget(column.run or model.run),
+            **(budget or _count_budget(column.run or model.run, longest)),
             **column.list_settings(longest, shared["precision"]),
         )
         for name, column in planned.items()
     ]
+
+
+def _count_budget(run: Recipe | None, context: int) -> dict[str, Any]:
+    """Count the tokens or images of a recipe's rows of `context` tokens; {} without a recipe."""
+    return {} if run is None else {run.unit: run.rows * context}
 
 
 def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
