@@ -27,6 +27,8 @@ def test_a_position_for_each_token():
     checks.check_position_count(torch.arange(T)[None], T)
     with pytest.raises(HeadwaterError, match="has 3 positions, but the input has 4 tokens"):
         checks.check_position_count(torch.arange(3)[None], T)
+    with pytest.raises(HeadwaterError, match="position_ids has 1 dimensions; pass rows"):
+        checks.check_position_count(torch.arange(T), T)
 
 
 def test_a_cache_of_this_model_and_these_rows():

@@ -259,6 +259,12 @@ def test_a_part_of_the_layers_is_no_assistant():
     assert model.config.num_hidden_layers == DEPTH
 
 
+def test_a_quantized_cache_is_named():
+    model, ids = shared({}, num_hidden_layers=DEPTH), tokens(1, 9)
+    with pytest.raises(HeadwaterError, match="cache=HeadwaterQuantizedCache"):
+        model.generate(ids, cache_implementation="quantized", cache_config={"backend": "quanto"}, max_new_tokens=3)
+
+
 def test_the_decoder():
     model, ids = shared({"kv_shift": {}} | MAP, num_hidden_layers=DEPTH), tokens(2, 9)
     mask = (torch.arange(9) >= torch.tensor([[0], [4]])).long()

@@ -389,6 +389,11 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
                 "assistant_early_exit runs only some of the layers, which headwater models do not support; give an "
                 "assistant_model, or prompt_lookup_num_tokens."
             )
+        if kwargs.get("cache_implementation", getattr(chosen, "cache_implementation", None)) == "quantized":
+            raise HeadwaterError(
+                "transformers' quantized cache is for its own models; leave out cache_implementation, and pass "
+                "cache=HeadwaterQuantizedCache(model.config, nbits=4), from headwater.models.cache."
+            )
         with allow_autotuning(self.packs_weights):
             return super().generate(*args, **kwargs)
 
