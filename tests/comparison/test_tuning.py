@@ -13,7 +13,7 @@ from headwater_lab.comparison import running
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.trials import list_tuning_trials
-from headwater_lab.comparison.tuning import choose_rates, find_tuned_rate, name_outermost
+from headwater_lab.comparison.tuning import choose_rates, describe_edge, find_tuned_rate
 from headwater_lab.papers.arms import SizedArm, finished_runs
 from headwater_lab.training.records import read_record
 from headwater_lab.util.endings import Interrupted
@@ -91,19 +91,18 @@ def test_a_rate_is_judged_by_its_mean_and_ties_go_to_the_smaller(tmp_path):
 
 
 def test_a_best_rate_at_the_end_of_those_tried_is_named():
-    said: list[str] = []
-    name_outermost({"base": 0.5, "inner": 1.0, "shift": 2.0}, [1.0, 0.5, 2.0], said.append)
-    name_outermost({"base": 0.5}, [0.5], said.append)
-    least, most = said
-    assert "of base is the smallest one tried" in least
-    assert "of shift is the largest one tried; add larger ones" in most
+    tried = [1.0, 0.5, 2.0]
+    assert "of base, 0.5, is the smallest one tried; add smaller ones" in describe_edge("base", 0.5, tried)
+    assert "of shift, 2, is the largest one tried; add larger ones" in describe_edge("shift", 2.0, tried)
+    assert not describe_edge("inner", 1.0, tried)
+    assert not describe_edge("base", 0.5, [0.5])
 
 
 def test_a_run_with_a_best_rate_at_the_end_says_so(here, tmp_path):
     said: list[str] = []
     rates = {"learning_rates": [1e-5, 1e-3], "tuning_seeds": [7]}
     run_comparison(tiny({"arms": {"base": {}, "shift": SHIFT}} | rates), tmp_path, tell=said.append)
-    assert [line.split()[5] for line in said] == ["base", "shift"]
+    assert [line.split()[5].rstrip(",") for line in said] == ["base", "shift"]
 
 
 def test_a_single_rate_is_taken_without_tuning_runs(here, tmp_path):

@@ -27,7 +27,7 @@ from headwater_lab.comparison.trials import (
     make_plan,
     order_jobs,
 )
-from headwater_lab.comparison.tuning import choose_rates, name_outermost
+from headwater_lab.comparison.tuning import choose_rates, describe_edge
 from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe, naming_arm
 from headwater_lab.training.records import ENDED, find_record
@@ -106,7 +106,8 @@ def _tune_rates(
     if not tries:
         return dict.fromkeys(section.arms, section.tried_rates[0])
     rates = choose_rates(tries, run_trials(tries, workers, on_change))
-    name_outermost(rates, section.tried_rates, tell)
+    for edge in filter(None, (describe_edge(arm, rate, section.tried_rates) for arm, rate in rates.items())):
+        tell(edge)
     return rates
 
 

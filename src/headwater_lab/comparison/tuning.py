@@ -1,7 +1,7 @@
 """Choose each arm's learning rate, the best of those tried."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -59,19 +59,15 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
     return best
 
 
-def name_outermost(best: Mapping[str, float], tried: Sequence[float], tell: Callable[[str], object]) -> None:
-    """Tell of each arm whose best learning rate is the smallest or largest of those tried that there may be a better.
-
-    tell: called with a line for each.
-    """
-    sides = {min(tried): ("smallest", "smaller"), max(tried): ("largest", "larger")} if len(tried) > 1 else {}
-    for arm, rate in best.items():
-        if rate in sides:
-            extreme, further = sides[rate]
-            tell(
-                f"The best learning rate of {arm} is the {extreme} one tried; add {further} ones to "
-                "compare.learning_rates (compare.ladder.multipliers) for a fair comparison."
-            )
+def describe_edge(arm: str, rate: float | None, tried: Collection[float]) -> str:
+    """Say that there may be a better learning rate if an arm's best is at an end of those tried; or ""."""
+    if len(tried) < 2 or rate not in (min(tried), max(tried)):
+        return ""
+    edge, further = ("smallest", "smaller") if rate == min(tried) else ("largest", "larger")
+    return (
+        f"The best learning rate of {arm}, {rate:g}, is the {edge} one tried; add {further} ones to "
+        "compare.learning_rates (compare.ladder.multipliers) for a fair comparison."
+    )
 
 
 def _steps_needed(record: RunRecord, threshold: float | str | None) -> int:

@@ -16,6 +16,7 @@ from headwater.util.files import explain_disk_errors
 from headwater.util.layout import top_package
 from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Scaling, fit_scaling, group_sizes
 from headwater_lab.comparison.speedup import CONSTANTS, measure_speedups
+from headwater_lab.comparison.tuning import describe_edge
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, name_unit, read_comparisons
 from headwater_lab.reports.numbers import (
@@ -229,7 +230,7 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     rows: list[list[PageCell]] = [
         [arm, *(_rate_cell(trials[arm].get(rate, []), rate == chosen.get(arm)) for rate in rates)] for arm in arms
     ]
-    edges = [note for arm in arms if (note := _edge_note(arm, sorted(trials[arm]), chosen.get(arm)))]
+    edges = [note for arm in arms if (note := describe_edge(arm, chosen.get(arm), trials[arm]))]
     seeds = sorted({record.seed for record in comparison.tuning})
     caption = (
         f"Mean held-out {comparison.unit} of every arm at every learning rate, over "
@@ -237,13 +238,6 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
         "comparison; each arm was then trained at its own best rate."
     )
     return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
-
-
-def _edge_note(arm: str, rates: list[float], chosen: float | None) -> str:
-    if len(rates) < 2 or chosen not in (rates[0], rates[-1]):
-        return ""
-    edge, beyond = ("smallest", "smaller") if chosen == rates[0] else ("largest", "larger")
-    return f"{arm}: {chosen:g} is the {edge} rate tried; a {beyond} one may be better."
 
 
 def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
