@@ -67,13 +67,14 @@ def test_a_kernels_mask_of_this_size():
         checks.check_mask_size(torch.ones(1, 1, T, 9), T, 8)
 
 
-def test_no_padding_between_tokens():
+def test_no_padding_between_embeddings():
     gap, left = torch.tensor([[1, 0, 1, 1]]), torch.tensor([[0, 0, 1, 1]])
-    checks.check_gaps(None, looks_back=True)
-    checks.check_gaps(left, looks_back=True)
-    checks.check_gaps(gap, looks_back=False)
-    with pytest.raises(HeadwaterError, match="takes no padding between the tokens of a row"):
-        checks.check_gaps(gap, looks_back=True)
+    checks.check_gaps(None, None, looks_back=True)
+    checks.check_gaps(left, None, looks_back=True)
+    checks.check_gaps(gap, None, looks_back=False)
+    checks.check_gaps(gap, torch.zeros(1, T), looks_back=True)  # ids, whose padding is the caller's own
+    with pytest.raises(HeadwaterError, match="takes no embeddings with padding between them"):
+        checks.check_gaps(gap, None, looks_back=True)
 
 
 def test_starts_of_documents_that_a_cache_does_not_keep():

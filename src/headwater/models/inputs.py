@@ -152,9 +152,7 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     attention_mask = None if is_prepared(arguments.attention_mask) else next(iter(masks.values()))
     if isinstance(cache, HeadwaterQuantizedCache):
         cache.find_starts(attention_mask)
-    # Padding of ids at one end is seen to be so where a row begins, and where another turn follows it.
-    if arguments.input_ids is None or (tokens.length > 1 and tokens.cache is not None):
-        check_gaps(attention_mask, spec.lookback.limit > 0 or True in spec.kinds)
+    check_gaps(attention_mask, arguments.input_ids, spec.lookback.limit > 0 or True in spec.kinds)
     served = is_served(arguments)
     cu_seq_lens = None if served else arguments.kwargs.get("cu_seq_lens_q")
     position_ids = find_document_positions(cu_seq_lens, tokens, attention_mask, arguments.position_ids)
