@@ -271,7 +271,7 @@ def test_dropout_is_the_recipes_and_the_rest_the_checkpoints(base, recipe, tmp_p
     saved = json.loads((newest_checkpoint(tmp_path / "more") / "config.json").read_text())
     assert saved["residual_dropout"] == 0.1
     assert saved["hidden_size"] == 16
-    assert "hidden_size is 16 there, and 99 in the recipe" in record.notices[0].message
+    assert "hidden_size is 16 there, not 99" in record.notices[0].message
 
 
 class TestRefusals:
