@@ -24,7 +24,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from pathlib import Path
@@ -326,7 +326,7 @@ def begin_with(path: Path, model: AnyModel, optimizers: Sequence[torch.optim.Opt
     _read_model(path, model, state, distributed)
     _put_back_numbers(model, optimizers, state)
     if optimizers:
-        _fill_trained(path, model, distributed)
+        _fill_trained(path, model, stored, distributed)
 
 
 def _check_kept(path: Path, stored: Iterable[str]) -> None:
@@ -342,9 +342,8 @@ def _check_kept(path: Path, stored: Iterable[str]) -> None:
         )
 
 
-def _fill_trained(path: Path, model: AnyModel, distributed: bool) -> None:
-    """Replace the average of the weights by the trained ones, if a checkpoint has both."""
-    stored = _read_metadata(path)
+def _fill_trained(path: Path, model: AnyModel, stored: Container[str], distributed: bool) -> None:
+    """Replace the average of the weights by the trained ones, if a checkpoint has both. stored: its tensors' names."""
     trained = {f"trained.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     _fill_tensors(path, {name: tensor for name, tensor in trained.items() if name in stored}, distributed)
 
