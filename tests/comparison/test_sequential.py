@@ -17,7 +17,7 @@ from saved import record, tiny
 from scipy import special, stats
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison import running
+from headwater_lab.comparison import rounds
 from headwater_lab.comparison.pool import run_trials
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.sequential import (
@@ -305,7 +305,7 @@ def test_interrupted_at_random_moments_it_decides_the_same(tmp_path, monkeypatch
                 write_record(read_record(tmp_path / "all" / "tiny" / trial.folder.name), trial.folder)
         return run_trials(trials, workers, on_change)
 
-    monkeypatch.setattr(running, "run_trials", copied)
+    monkeypatch.setattr(rounds, "run_trials", copied)
     stops = []
     run_comparison(made, tmp_path / "whole", workers=3)
     stops = ["Stopped."] * 20
