@@ -7,7 +7,7 @@ import pytest
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data import tokenizer as tokenizers
-from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_in_time, encode_plainly
+from headwater_lab.data.tokenizer import Encoder, byte_tokenizer, encode_in_time, encode_texts
 from headwater_lab.util.deadline import within
 
 
@@ -59,6 +59,6 @@ def test_a_tokenizer_that_takes_too_long_is_refused(monkeypatch, busy):
     encoder = Encoder(tokenizer)
     encoder.is_bytes = False
     monkeypatch.setattr(encoder, "_encode_ids", busy)
-    for encode in (lambda: encoder(["text"]), lambda: encode_plainly(busy, ["text"])):
+    for encode in (lambda: encoder(["text"]), lambda: encode_texts(busy, ["text"])):
         with pytest.raises(HeadwaterError, match=r"needs more than 0\.05 seconds for this text"):
             encode()

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tokenizers.processors import TemplateProcessing
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,7 +32,7 @@ from headwater import HeadwaterError
 from headwater.conversion import from_transformers
 from headwater.conversion.latent import make_latent
 from headwater.models.cache import HeadwaterQuantizedCache
-from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
+from headwater_lab.data.tokenizer import begin_texts, byte_tokenizer, train_tokenizer
 from headwater_lab.evaluation import build_tables, evaluate, to_json
 from headwater_lab.evaluation import tasks as tasks_module
 from headwater_lab.evaluation.candidates import find_candidates, same_tokenizer, unique_names
@@ -122,24 +121,19 @@ def test_windows_without_overlap_are_lm_evals_rolling_windows(folder):
 
 
 def test_rolling_windows_score_no_token_that_begins_a_text(folder):
-    """A run and its export, whose tokenizer adds the token, get the same number."""
+    """Whether the tokenizer adds it or not."""
     from lm_eval.api.instance import Instance
 
     [one] = find_candidates([str(folder / "twin")])
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": tokenizer.eos_token})
-    end = tokenizer.eos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        f"{tokenizer.eos_token} $A", special_tokens=[(tokenizer.eos_token, end)]
-    )
+    end = one.tokenizer.eos_token_id
     model = one.load_model("cpu", "float32")
     totals = []
-    for adds_begin in (True, False):
-        candidate = dataclasses.replace(one, tokenizer=tokenizer, begin=end, adds_begin=adds_begin)
+    for tokenizer in (byte_tokenizer(), begin_texts(byte_tokenizer())):
+        candidate = dataclasses.replace(one, tokenizer=tokenizer, begin=end)
         lm = wrap_model(candidate, model, RunOptions(2, None, 32, 0))
         request = Instance("loglikelihood_rolling", {}, (LETTERS * 3,), 0)
         totals += lm.loglikelihood_rolling([request], disable_tqdm=True)
-        assert lm.tok_encode("a") == [end] * adds_begin + [97]
+        assert lm.tok_encode("a") == tokenizer("a").input_ids
     expected = sum_log_likelihoods(model, [np.array([*LETTERS.encode()] * 3)], end, context=32, stride=32, batch_size=4)
     assert totals == pytest.approx([*expected] * 2, rel=1e-5)
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from conftest import build
 from headwater.models.decoding import Decoder
 from headwater.util.errors import HeadwaterError
-from headwater_lab.data.tokenizer import byte_tokenizer
+from headwater_lab.data.tokenizer import begin_texts, byte_tokenizer, find_begin, frame_text
 from headwater_lab.serving.generation import _Stream, continue_prompts
 from headwater_lab.serving.server import Continuation
 
@@ -15,7 +16,7 @@ from headwater_lab.serving.server import Continuation
 @pytest.mark.parametrize(("top_k", "worst"), [(0, (200, 256)), (5, (1, 4))])
 def test_no_token_is_left_out_unless_asked(top_k, worst):
     """At so high a temperature all tokens that are let through are equally likely."""
-    model, tokenizer = build(vocab_size=257), byte_tokenizer()
+    model, tokenizer = build(vocab_size=257), begin_texts(byte_tokenizer())
     made = []
     original = model.generate
     model.generate = lambda *args, **kwargs: made.append(original(*args, **kwargs)) or made[-1]
@@ -114,7 +115,6 @@ def test_a_model_of_transformers_continues_as_there(run, tmp_path):
 
 
 def test_an_export_continues_as_the_model_it_was_made_of(run, tmp_path):
-    """It has no history, which would say how its texts begin; its tokenizer does."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
     llama = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -127,3 +127,45 @@ def test_an_export_continues_as_the_model_it_was_made_of(run, tmp_path):
     assert run("export", tmp_path / "ours", "--out", tmp_path / "exported")[0] == 0
     prompt = ("The line", "--temperature", 0, "--max-new-tokens", 8)
     assert run("generate", tmp_path / "exported", *prompt)[:2] == run("generate", tmp_path / "ours", *prompt)[:2]
+
+
+def gpt2_tokenizer():
+    return GPT2Tokenizer(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[])
+
+
+def llama_tokenizer():
+    """It puts a token before a text and another one behind it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<|endoftext|>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<s> $A <|endoftext|>", special_tokens=special)
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, gpt2_tokenizer, llama_tokenizer])
+def test_a_saved_tokenizer_begins_a_text_as_training_does(make, tmp_path):
+    tokenizer = make()
+    before = tokenizer("ab").input_ids
+    begin = frame_text(tokenizer)[0]
+    begin_texts(tokenizer).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("ab", add_special_tokens=False).input_ids
+    assert loaded("ab").input_ids == begin + ids
+    assert loaded("ab", "ab").input_ids == (begin + ids) * 2
+    assert [find_begin(loaded)] == frame_text(loaded)[0] == begin
+    assert begin_texts(loaded) is loaded
+    assert tokenizer("ab").input_ids == before
+
+
+def test_a_run_and_its_export_continue_alike_everywhere(run, recipe, finished, tmp_path):
+    finished(recipe(), tmp_path / "run")
+    assert run("export", tmp_path / "run", "--out", tmp_path / "exported")[0] == 0
+    prompt = ("The line", "--temperature", 0, "--max-new-tokens", 8)
+    ours, exported = (run("generate", folder, *prompt) for folder in (tmp_path / "run", tmp_path / "exported"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+    asked = tokenizer("The line", return_tensors="pt").input_ids
+    assert asked.tolist() == [[256, *b"The line"]]
+    answer = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=8, do_sample=False)
+    shown = tokenizer.decode(answer[0], skip_special_tokens=True) + "\n"
+    assert ours[:2] == exported[:2] == (0, shown)

@@ -20,7 +20,7 @@ from headwater_lab.data.token_files import CHUNK, HELD_OUT, TokenSource, read_ch
 from headwater_lab.data.tokenizer import (
     byte_tokenizer,
     character_tokenizer,
-    encode_plainly,
+    encode_texts,
     load_tokenizer,
     train_tokenizer,
     warn_of_unknown,
@@ -286,7 +286,7 @@ def test_nanogpts_characters(tmp_path):
 def test_characters_that_are_not_in_the_text(capsys):
     """They are no part of a continuation, and a prompt with them is reported."""
     tokenizer = character_tokenizer(["abc\n"])
-    ids = encode_plainly(tokenizer, ["aéb"])[0]
+    ids = encode_texts(tokenizer, ["aéb"], plain=True)[0]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab"
     warn_of_unknown(tokenizer, ["abc", "\ncba"])
     warn_of_unknown(byte_tokenizer(), ["é"])

@@ -81,7 +81,7 @@ def use_ours(folder: Path, out: Path) -> None:
 
 
 def generated(folder: Path) -> None:
-    model, tokenizer, _ = load_for_generation(folder)
+    model, tokenizer = load_for_generation(folder)
     made = continue_prompts(model, tokenizer, ["a prompt"], max_new_tokens=2, temperature=0)
     assert len(made.texts) == 1
     assert bool(model(torch.arange(12)[None]).logits.isfinite().all())

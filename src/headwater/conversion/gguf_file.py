@@ -137,8 +137,10 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase |
         raise HeadwaterError(
             "llama.cpp needs a BPE tokenizer with merges, and this one has none; train the model with another."
         )
-    ids = tokenizer("a").input_ids
-    special.add_special_token |= {"bos": ids[0] == tokenizer.bos_token_id, "eos": ids[-1] == tokenizer.eos_token_id}
+    ids, plain = (tokenizer("a", add_special_tokens=adds).input_ids for adds in (True, False))
+    if ids[0] != plain[0]:
+        special.special_token_ids["bos"] = ids[0]
+    special.add_special_token |= {"bos": ids[0] != plain[0], "eos": ids[-1] != plain[-1]}
     kinds = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
     for index, token in tokenizer.added_tokens_decoder.items():
         kinds[index] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED

@@ -80,7 +80,7 @@ def generate_text(
     else:
         rows = [{"prompt": read_prompt(Path("-")) if prompt == "-" else str(prompt)}]
     device = device_of(device)
-    model, tokenizer, begin = load_for_generation(checkpoint)
+    model, tokenizer = load_for_generation(checkpoint)
     model.to(device, None if dtype == "auto" else getattr(torch, dtype))
     decoder = Decoder(model, compile) if cache == "static" else None
     tokens, seconds, sizes = 0, 0.0, (0, 0)
@@ -90,7 +90,6 @@ def generate_text(
             model,
             tokenizer,
             [row["prompt"] for row in batch],
-            begin=begin,
             chat=chat,
             max_new_tokens=max_new_tokens,
             temperature=temperature,

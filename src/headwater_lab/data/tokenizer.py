@@ -1,5 +1,6 @@
 """Tokenizers: the built-in byte tokenizer, or any Hugging Face one."""
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -166,6 +167,29 @@ def frame_text(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]
     return (first, separator) if first == [tokenizer.bos_token_id] != separator else (separator, [])
 
 
+def find_begin(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Find the token before a document outside of training: what the tokenizer adds, its begin or its end of text."""
+    ids = tokenizer("a").input_ids
+    if ids[:1] != tokenizer("a", add_special_tokens=False).input_ids[:1]:
+        return cast(int, ids[0])
+    return cast(int, separator_id(tokenizer) if tokenizer.bos_token_id is None else tokenizer.bos_token_id)
+
+
+def begin_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Copy a tokenizer so that it begins a text with the token that training puts before a document.
+
+    Engines give prompts the tokens that the tokenizer adds. One that is not of the tokenizers library is not changed.
+    """
+    [begin], _ = frame_text(tokenizer)
+    if not tokenizer.is_fast or tokenizer("a").input_ids == [begin, *encode_texts(tokenizer, ["a"], plain=True)[0]]:
+        return tokenizer
+    copied, token = copy.deepcopy(tokenizer), tokenizer.convert_ids_to_tokens(begin)
+    copied.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token} $A", pair=f"{token} $A {token} $B:1", special_tokens=[(token, begin)]
+    )
+    return copied
+
+
 def encode_in_time(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[list[int]]:
     """Call `encode` on texts, `GROUP` at a time, so that a tokenizer without end is noticed early.
 
@@ -179,11 +203,11 @@ def encode_in_time(encode: Callable[[Sequence[str]], list[list[int]]], texts: Se
     return results
 
 
-def encode_plainly(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Encode each text, without special tokens around it. Raises `HeadwaterError` as `encode_in_time` does."""
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, plain: bool = False) -> list[list[int]]:
+    """Encode each text. plain: without special tokens around it. Raises `HeadwaterError` as `encode_in_time` does."""
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+        return [tokenizer(text, add_special_tokens=not plain).input_ids for text in texts]
 
     with _one_sentence("The tokenizer cannot encode a text"):
         return encode_in_time(encode, texts)
@@ -194,7 +218,7 @@ def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
     if tokenizer.unk_token_id is None:
         return
     characters = sorted(set().union(*texts))
-    rows = encode_plainly(tokenizer, characters)
+    rows = encode_texts(tokenizer, characters, plain=True)
     unknown = [text for text, row in zip(characters, rows, strict=True) if tokenizer.unk_token_id in row]
     if unknown:
         logger.warning(

@@ -16,13 +16,11 @@ from headwater.conversion.families import find_family
 from headwater.models.load import check_finite, check_size, describe_reason, model_type, read_config, weight_files
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
-from headwater_lab.data.tokenizer import frame_text, separator_id
+from headwater_lab.data.tokenizer import find_begin, separator_id
 from headwater_lab.training.checkpoints import (
     check_sums,
-    is_from_elsewhere,
     load_model,
     newest_checkpoint,
-    read_history,
 )
 from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.trained_models import read_tokenizer
@@ -37,10 +35,7 @@ PROBE = "Sphinx of black quartz,\n\tjudge my vow: 1234.5 + 67 = 1302; naïve 水
 class Candidate:
     """A model to evaluate, before its weights are read.
 
-    begin: the token before each document: headwater's separator for models that began here, otherwise the
-    tokenizer's begin-of-text token, or else its end-of-text token.
-    is_headwater: whether it is a headwater checkpoint. adds_begin: whether its tokenizer decides how a prompt
-        begins.
+    begin: the token before each document. is_headwater: whether it is a headwater checkpoint.
     """
 
     name: str
@@ -49,7 +44,6 @@ class Candidate:
     tokenizer: PreTrainedTokenizerBase
     begin: int
     is_headwater: bool
-    adds_begin: bool
     trust_remote_code: bool
 
     @cached_property
@@ -157,15 +151,12 @@ def _read_candidate(name: str, source: str, trust_remote_code: bool) -> Candidat
         raise HeadwaterError(
             f"{source!r} has no tokenizer, so it cannot read text; add its tokenizer's files to that folder."
         )
-    # An export has no history; its tokenizer decides.
-    began_here = is_headwater and bool(history := read_history(path)) and not is_from_elsewhere(history)
     if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer of {source!r} has neither an end-of-text nor a begin-of-text token to begin a document "
             "with; add one with tokenizer.add_special_tokens."
         )
-    begin = frame_text(tokenizer)[0][0] if began_here or tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    candidate = Candidate(name, source, config, tokenizer, begin, is_headwater, not began_here, trust_remote_code)
+    candidate = Candidate(name, source, config, tokenizer, find_begin(tokenizer), is_headwater, trust_remote_code)
     _ = candidate.skeleton
     return candidate
 

@@ -187,7 +187,7 @@ def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions
         batch_size=options.batch_size,
         max_length=options.context,
         prefix_token_id=candidate.begin,
-        add_bos_token=None if candidate.adds_begin else False,
+        add_bos_token=None,  # the tokenizer decides
         **settings,
     )
 

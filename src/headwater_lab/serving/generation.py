@@ -16,16 +16,14 @@ from headwater.models.cache import HeadwaterQuantizedCache, cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST, Decoder
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.data.tokenizer import encode_plainly, frame_text, separator_id, warn_of_unknown
+from headwater_lab.data.tokenizer import encode_texts, separator_id, warn_of_unknown
 from headwater_lab.data.tokenizer_files import find_tokenizer, list_turn_ends
 from headwater_lab.serving.prompts import apply_chat_template
 from headwater_lab.serving.stops import UntilStop, before_stop
 from headwater_lab.training.checkpoints import (
     check_sums,
-    is_from_elsewhere,
     load_model,
     newest_checkpoint,
-    read_history,
 )
 from headwater_lab.training.trained_models import is_foreign, open_source
 
@@ -41,21 +39,19 @@ IGNORED = {
 
 def load_for_generation(
     path: Path, follow: Collection[str] = ()
-) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase, bool]:
+) -> tuple[HeadwaterForCausalLM, PreTrainedTokenizerBase]:
     """Load the model and tokenizer of a checkpoint folder, a run's newest checkpoint, or a folder of transformers.
 
-    Also returns whether the model is known to have begun here, so that it knows the token that `continue_prompts`
-    begins documents with. follow: settings of generation_config.json that stay in the model's.
-    Raises `HeadwaterError`.
+    follow: settings of generation_config.json that stay in the model's. Raises `HeadwaterError`.
     """
     path = newest_checkpoint(path)
     if is_foreign(path):
         source = open_source(str(path))
-        model, tokenizer, history = source.model, source.tokenizer, source.history
+        model, tokenizer = source.model, source.tokenizer
     else:
         check_sums(path)
         model = load_model(path)
-        tokenizer, history = find_tokenizer(path, model.config.vocab_size), read_history(path)
+        tokenizer = find_tokenizer(path, model.config.vocab_size)
     if tokenizer is None:
         raise HeadwaterError(f"{str(path)!r} has no tokenizer: its model was not trained on text.")
     if separator_id(tokenizer) is None:
@@ -67,7 +63,7 @@ def load_for_generation(
     _warn_of_ignored(stored, follow)
     # `continue_prompts` sets the rest.
     model.generation_config = GenerationConfig(**{name: getattr(stored, name) for name in ("eos_token_id", *follow)})
-    return model.eval(), tokenizer, bool(history) and not is_from_elsewhere(history)
+    return model.eval(), tokenizer
 
 
 def _warn_of_ignored(settings: GenerationConfig, follow: Collection[str]) -> None:
@@ -94,7 +90,6 @@ def continue_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
     *,
-    begin: bool = True,
     chat: bool = False,
     max_new_tokens: int = 200,
     temperature: float = 0.8,
@@ -108,8 +103,8 @@ def continue_prompts(
 ) -> Continued:
     """Continue `prompts` as one left-padded batch, each up to a stop token of the model or its tokenizer.
 
-    begin: put the token before each that training here puts before a document; otherwise only what the tokenizer adds,
-    as transformers and engines do. chat: answer each as a user's message, in the tokenizer's chat template.
+    chat: answer each as a user's message, in the tokenizer's chat template; otherwise the tokenizer decides what is
+    before each, as in transformers and engines.
     temperature: 0 is greedy. top_k: 0 is no limit. stop: a continuation ends before the first of these strings.
     stream: print a single prompt, unless it is a message, and its continuation as it is generated.
     decoder: use its static cache instead of a growing one; the texts are the same. cache_bits: 2 or 4: quantize a
@@ -119,7 +114,7 @@ def continue_prompts(
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
     ends = torch.tensor(sorted({end, *_list_ends(model), *(list_turn_ends(tokenizer) if chat else ())}))
     warn_of_unknown(tokenizer, prompts)
-    rows = _encode_messages(tokenizer, prompts) if chat else encode_prompts(tokenizer, prompts, begin, end)
+    rows = _encode_messages(tokenizer, prompts) if chat else encode_prompts(tokenizer, prompts, end)
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
@@ -167,13 +162,9 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str])
     return [apply_chat_template(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
-def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], begin: bool, end: int
-) -> list[list[int]]:
-    """Encode prompts as token ids. begin: as in `continue_prompts`. end: the only token of an empty prompt."""
-    if begin:
-        return [frame_text(tokenizer)[0] + ids for ids in encode_plainly(tokenizer, prompts)]
-    return [tokenizer(prompt).input_ids or [end] for prompt in prompts]
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], end: int) -> list[list[int]]:
+    """Encode prompts as token ids. end: the only token of an empty prompt."""
+    return [ids or [end] for ids in encode_texts(tokenizer, prompts)]
 
 
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:

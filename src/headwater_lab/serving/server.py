@@ -71,13 +71,13 @@ def serve_checkpoint(source: Path, host: str, port: int, device: str, dtype: tor
     except OSError as error:
         problem = str(error.strerror).partition(" (")[0]  # Python adds the address
         raise HeadwaterError(f"Port {port} of {host!r} cannot be used: {problem}; choose another.") from error
-    model, tokenizer, begin = load_for_generation(source, follow=SAMPLING)
+    model, tokenizer = load_for_generation(source, follow=SAMPLING)
     model.to(device, dtype)
     if tokenizer.chat_template is None:
         # Not in a run: its checkpoint has check sums, and other copies of the tokenizer are not read.
         remedy = "Use /v1/completions, or add a chat_template.jinja to what headwater export writes, and serve that."
         logger.warning(f"{NO_TEMPLATE}: chats are answered with HTTP 400. {remedy}")
-    app = ModelServer(str(source), model, tokenizer, begin).build_app()
+    app = ModelServer(str(source), model, tokenizer).build_app()
     # uvicorn reports how many answers it ends when it stops, and then a traceback of each.
     logging.getLogger("uvicorn.error").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
@@ -86,12 +86,10 @@ def serve_checkpoint(source: Path, host: str, port: int, device: str, dtype: tor
 
 
 class ModelServer:
-    """A model behind the routes. name: the model's name in requests. begin: as in `continue_prompts`."""
+    """A model behind the routes. name: the model's name in requests."""
 
-    def __init__(
-        self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase, begin: bool = False
-    ) -> None:
-        self.name, self.model, self.tokenizer, self.begin = name, model, tokenizer, begin
+    def __init__(self, name: str, model: HeadwaterForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.name, self.model, self.tokenizer = name, model, tokenizer
         self.created = int(time.time())
         self.thread = ThreadPoolExecutor(1)
 
@@ -147,7 +145,7 @@ class ModelServer:
         end = cast(int, separator_id(self.tokenizer))  # `load_for_generation` has checked that there is one
         if isinstance(prompt, list):
             return prompt or [end]
-        return encode_prompts(self.tokenizer, [prompt], self.begin, end)[0]
+        return encode_prompts(self.tokenizer, [prompt], end)[0]
 
     async def _answer(self, request: Request, fields: dict[str, Any], prompts: list[list[int]]) -> Response:
         runs = [Continuation(self.model, self.tokenizer, prompt, fields) for prompt in prompts]

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+from transformers import PreTrainedTokenizerBase
 
 from headwater.config.planner import plan_layers
 from headwater.config.rope import FOLLOW_LENGTH
@@ -41,7 +42,7 @@ from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
 from headwater_lab.data.images import ImageData
-from headwater_lab.data.tokenizer import has_all_tokens
+from headwater_lab.data.tokenizer import begin_texts, has_all_tokens
 from headwater_lab.data.tokenizer_files import find_tokenizer
 from headwater_lab.optimization.schedules import find_decay_start
 from headwater_lab.recipe.recipe import Recipe
@@ -52,6 +53,7 @@ from headwater_lab.training.checkpoints import (
     Progress,
     begin_with,
     check_sums,
+    is_from_elsewhere,
     newest_checkpoint,
     read_history,
     read_progress,
@@ -498,12 +500,12 @@ class Setup:
         training = recipe.training
         with fail_together(fabric):
             self.data = data = recipe.data.build()
-        self.preparer = getattr(data, "processor", None) or data.tokenizer
         self.beginning: Beginning | None = None
         if recipe.start is not None:
             path = checkpoint or run_in_first(fabric, prepare_start, recipe.start, folder, data, fabric.device)
             with fail_together(fabric):
                 self.beginning = read_beginning(recipe, path, data, resumed=checkpoint is not None)
+        self.preparer = getattr(data, "processor", None) or self.choose_tokenizer()
         with fail_together(fabric):
             config = recipe.config_for(data) if self.beginning is None else self.beginning.config
             if fabric.device.type == "cpu" and not is_sharded(training):
@@ -527,6 +529,12 @@ class Setup:
         self.progress.kept = self.hooks.state
         if checkpoint is None:
             self.warnings = self.list_warnings()
+
+    def choose_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """Choose the tokenizer to save: it begins texts as training does, unless the model is from elsewhere."""
+        tokenizer = self.data.tokenizer
+        keeps = self.beginning is not None and is_from_elsewhere(self.beginning.origin.history)
+        return tokenizer if tokenizer is None or keeps else begin_texts(tokenizer)
 
     def begin_progress(self, checkpoint: Path | None) -> Progress:
         """Read the progress of a resumed run, or begin a new one."""

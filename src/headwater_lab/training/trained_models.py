@@ -27,7 +27,7 @@ from headwater_lab.data.chat import read_contents
 from headwater_lab.data.corpus import TOPICS, read_topics
 from headwater_lab.data.reading import PACKED, table_kind
 from headwater_lab.data.stream import read_documents
-from headwater_lab.data.tokenizer import encode_plainly
+from headwater_lab.data.tokenizer import encode_texts
 from headwater_lab.data.tokenizer_files import check_vocabulary, find_tokenizer, open_tokenizer
 from headwater_lab.recipe.messages import find_untrusted
 from headwater_lab.recipe.overrides import MOST_TEXT, read_text
@@ -260,7 +260,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
 
 def _cut_rows(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
     assert trained.tokenizer is not None
-    ids = encode_plainly(trained.tokenizer, [content])[0]
+    ids = encode_texts(trained.tokenizer, [content], plain=True)[0]
     length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
     count = min(rows, len(ids) // max(1, length))
     if length < 16 or count < 4:
