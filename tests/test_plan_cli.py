@@ -137,6 +137,34 @@ def test_arms_and_stages_are_priced_as_they_train(prices, run, tmp_path):
     assert late["tokens"] % 7 == 0
 
 
+def test_a_teacher_is_priced(prices, run, tmp_path):
+    """Without `teacher`, the model that the run starts from, or that the previous stage made, is the teacher."""
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=32)
+    large = HeadwaterConfig(vocab_size=257, **sizes)
+    HeadwaterForCausalLM(large).save_pretrained(tmp_path / "large")
+    forward, weights = sum(forward_flops(large, 32).values()), 4 * sum(parameters(large).values())
+    (plain,) = prices(recipe(tmp_path / "plain.yaml"))
+    distilled = {"distillation": {"teacher": str(tmp_path / "large")}}
+    (taught,) = prices(path := recipe(tmp_path / "taught.yaml", training=distilled))
+    assert taught["at"][0]["training"] == plain["at"][0]["training"] + forward
+    (overridden,) = prices(tmp_path / "plain.yaml", f"training.distillation.teacher={tmp_path / 'large'}")
+    assert overridden["at"] == taught["at"]
+    assert taught["state_bytes"] == plain["state_bytes"] | {"teacher": weights}
+    assert taught["at"][0]["step_bytes"] > plain["at"][0]["step_bytes"] + weights
+    assert "Trained with a teacher, whose forward pass is in the FLOPs" in " ".join(run("plan", path)[1].split())
+    compare = {"baseline": "plain", "arms": {"plain": {}, "taught": {"training": distilled}}, "seeds": [0]}
+    runs = lab.plan(recipe(tmp_path / "two.yaml", compare=compare, training={"steps": 5})).runs["tiny"]
+    tokens = runs[-1].units // 2
+    assert runs[-1].flops == pytest.approx(tokens * (2 * plain["at"][0]["training"] + forward))
+    start = {"start": {"checkpoint": str(tmp_path / "large")}, "training": {"distillation": {}}, "model": {}}
+    (started,) = prices(recipe(tmp_path / "started.yaml", **start))
+    assert started["at"][0]["training"] == pytest.approx(4 * forward)
+    stages = [{"name": "late", "training": {"distillation": {}}}]
+    assert prices(recipe(tmp_path / "stages.yaml", stages=stages))[1]["at"][0]["training"] == pytest.approx(
+        4 / 3 * plain["at"][0]["training"]
+    )
+
+
 @pytest.mark.parametrize(
     ("training", "data", "masked"),
     [

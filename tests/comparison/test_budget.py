@@ -36,6 +36,15 @@ def comparison(match, arms=ARMS, sizes=None, **changes):
     return tiny({"arms": arms, "match": match, "sizes": sizes or {}, "seeds": [0]}, **changes)
 
 
+def test_a_teacher_costs_a_forward_pass_in_equal_flops(tmp_path):
+    made = comparison("flops", {"base": {}})
+    config = made.config_for(made.data.build())
+    HeadwaterForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    distilled = {"training": {"distillation": {"teacher": str(tmp_path / "teacher")}}}
+    matched = match_arms(comparison("flops", {"base": {}, "distilled": distilled}))
+    assert matched.arm("distilled", 0).training.steps == 225  # 3/4
+
+
 def built(recipe):
     return sum(p.numel() for p in HeadwaterForCausalLM(recipe.config_for(recipe.data.build())).parameters())
 

@@ -220,9 +220,15 @@ def _layer_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], attended: 
     return {"maps": float(_add_up(_count_layers(config, plans).values()).flops), "attention": 4.0 * between}
 
 
-def training_flops(config: HeadwaterConfig, context: int) -> float:
-    """FLOPs of training on a token in rows of `context` tokens, or on an image: three times the forward pass."""
-    return 3 * sum(forward_flops(config, context).values())
+def training_flops(
+    config: HeadwaterConfig, context: int, teacher: HeadwaterConfig | None = None, *, causal: bool = True
+) -> float:
+    """FLOPs of training on a token in rows of `context` tokens, or on an image: three times the forward pass.
+
+    teacher: the model that training distills from, whose forward pass is added. causal: as in `forward_flops`.
+    """
+    taught = 0.0 if teacher is None else sum(forward_flops(teacher, context, causal=causal).values())
+    return 3 * sum(forward_flops(config, context, causal=causal).values()) + taught
 
 
 def _cached_bytes(config: HeadwaterConfig, plan: LayerPlan, element_size: int) -> int:
@@ -288,6 +294,7 @@ def activation_bytes(
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
+    distilled: bool = False,
 ) -> dict[str, int]:
     """Estimate the memory of a training step over `batch_size` rows of `context` tokens, without the training state.
     For an image model a row is an image, and `context` its tokens.
@@ -298,6 +305,7 @@ def activation_bytes(
     the logits of one chunk, their softmax and gradient, and the gradient of the output head.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": this mask, each layer's copy of it in
     the dtype of queries, which the fused kernel stores, and the wider copies of layers with learned keys and values.
+    distilled: "teacher" is its logits, two more gradients, and one row's distributions in fp32.
     """
     plans, element = plan_layers(config), precision.compute.itemsize
     width = config.hidden_size * precision.stream.itemsize
@@ -331,6 +339,7 @@ def activation_bytes(
         "loss": loss,
         # Each layer with learned pairs copies the mask to widen it.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
+        "teacher": distilled * (3 * element * logits + 20 * logits // batch_size),
     }
 
 
@@ -358,11 +367,13 @@ def state_bytes(
     config: HeadwaterConfig,
     precision: Precision = Precision.BF16_MIXED,
     averages: bool = False,
+    teacher: HeadwaterConfig | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients, AdamW's two averages and copies of the weights.
 
     In bf16-mixed and bf16-stream the matrices have copies in bf16 from the forward pass to the end of the backward
-    pass. averages: with `training.ema_decay`, which keeps a second copy of the weights.
+    pass. averages: with `training.ema_decay`, which keeps a second copy of the weights. teacher: the model that
+    training distills from, whose weights are added.
     """
     layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)
@@ -372,13 +383,16 @@ def state_bytes(
         matrices += config.hidden_size * (_patch_numbers(config) + config.num_labels)
     else:
         matrices += config.vocab_size * config.hidden_size
-    return {
+    state = {
         "weights": weights,
         "gradients": weights,
         "optimiser": 2 * weights,
         "copies": precision.compute.itemsize * matrices if precision.is_mixed else 0,
         "average": averages * weights,
     }
+    if teacher is not None:
+        state["teacher"] = (teacher.dtype or Precision.FP32.weights).itemsize * sum(parameters(teacher).values())
+    return state
 
 
 def weights_read(config: HeadwaterConfig) -> int:

@@ -115,6 +115,7 @@ def price(
     loss_chunk_tokens: int | None = None,
     masked: bool = False,
     averages: bool = False,
+    teacher: HeadwaterConfig | None = None,
 ) -> Price:
     """Price a config of text or images.
 
@@ -122,8 +123,8 @@ def price(
     sequences being generated, or images. tokens, images: the training budget of either kind. precision: as in recipes;
     the cache is in the matmuls' dtype. mfu: the assumed share of the peak that training reaches.
     gradient_checkpointing, and of text loss_chunk_tokens: as in recipes. averages: with `training.ema_decay`.
-    masked: packed rows of text have a mask in memory (`headwater.cost.counts.activation_bytes`). Raises
-    `HeadwaterError` for invalid values.
+    masked: packed rows of text have a mask in memory (`headwater.cost.counts.activation_bytes`). teacher: the model
+    that training distills from. Raises `HeadwaterError` for invalid values.
     """
     of_images = isinstance(config, HeadwaterVisionConfig)
     of_text = {"context": context, "tokens": tokens, "loss_chunk_tokens": loss_chunk_tokens, "masked": masked or None}
@@ -135,15 +136,15 @@ def price(
     _check_positions(config, name, max(lengths))
     budget = images if of_images else tokens
     element = precision.compute.itemsize
-    state = cost.state_bytes(config, precision, averages)
+    state = cost.state_bytes(config, precision, averages, teacher)
     state_size = sum(state.values())
 
     def count_activations(length: int, rows: int, checkpointed: bool) -> int:
-        settings = precision, checkpointed, loss_chunk_tokens, masked
+        settings = precision, checkpointed, loss_chunk_tokens, masked, teacher is not None
         return sum(cost.activation_bytes(config, length, rows, *settings).values())
 
     def find_limits(length: int, device: Hardware, flops: float) -> Limits:
-        ceiling = devices * device.peak(precision) / (3 * flops)
+        ceiling = devices * device.peak(precision) / cost.training_flops(config, length, teacher)
         hours = None if budget is None else budget / (ceiling * mfu) / 3600
         free = max(0.0, device.memory - state_size)
         running = dict[str, Any](inference_ceiling=device.peak(precision) / flops)
@@ -165,12 +166,12 @@ def price(
         return AtContext(
             context=length,
             forward=forward,
-            training=3 * flops,
+            training=cost.training_flops(config, length, teacher),
             activation_bytes=count_activations(length, batch, False),
             activation_bytes_checkpointed=count_activations(length, batch, True),
             step_bytes=state_size + count_activations(length, batch, gradient_checkpointing),
             limits=None if hardware is None else find_limits(length, hardware, flops),
-            **(image_size or _count_text(config, length, batch, element)),
+            **(image_size or _count_text(config, length, batch, element, teacher)),
         )
 
     return Price(
@@ -195,11 +196,12 @@ def price(
     )
 
 
-def _count_text(config: HeadwaterConfig, length: int, batch: int, element: int) -> dict[str, Any]:
-    full = cost.forward_flops(config, length, causal=False)
+def _count_text(
+    config: HeadwaterConfig, length: int, batch: int, element: int, teacher: HeadwaterConfig | None
+) -> dict[str, Any]:
     return dict(
-        forward_full=full,
-        training_full=3 * sum(full.values()),
+        forward_full=cost.forward_flops(config, length, causal=False),
+        training_full=cost.training_flops(config, length, teacher, causal=False),
         prefill=batch * cost.prefill_flops(config, length),
         decoding=cost.decoding_flops(config, length),
         cache_bytes=cost.cache_bytes(config, length, batch, element),

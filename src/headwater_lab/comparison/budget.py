@@ -4,6 +4,7 @@ from headwater.cost import counts as cost
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.recipe import Recipe
+from headwater_lab.training.model_estimates import find_teacher
 
 # Tolerance for the number of parameters, since the feed-forward's width is a whole number.
 TOLERANCE = 0.01
@@ -84,7 +85,9 @@ class _Fit:
 
 def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
     count = recipe.training.batch_size * recipe.training.gradient_accumulation_steps * data.context
-    return count * (cost.training_flops(recipe.config_for(data), data.context) if flops else 1.0)
+    if not flops:
+        return count
+    return count * cost.training_flops(recipe.config_for(data), data.context, find_teacher(recipe))
 
 
 def _reads_few(options: dict) -> bool:

@@ -14,7 +14,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 
 from headwater import __version__
-from headwater.cost.counts import cache_bytes_per_token, training_flops
+from headwater.cost.counts import cache_bytes_per_token
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_text
@@ -174,7 +174,7 @@ def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         configs = config, b.model.config
     return ArmPrice(
         parameters=parameters,
-        flops=training_flops(config, context),
+        flops=a.flops_per_unit,
         cache=cache_bytes_per_token(config),
         training=training,
         decoding=None if is_of_images(config) else _time_decoding(configs, context, arm),

@@ -8,7 +8,7 @@ from headwater.cost.counts import training_flops
 from headwater.cost.estimate import Price
 from headwater_lab.comparison.trials import Trial, find_trunks, list_trials, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.model_estimates import find_config
+from headwater_lab.training.model_estimates import find_config, find_teacher
 from headwater_lab.util.terminal import Table, lined, si
 
 TUNING, ALL = "tuning", "all"
@@ -70,10 +70,11 @@ class _FlopsCounter:
         self.rates: dict[str, float] = {}
 
     def __call__(self, arm: Recipe) -> float:
-        model = arm.model_copy(update={"training": self.recipe.training, "seed": 0}).identity
+        training = self.recipe.training.model_copy(update={"distillation": arm.training.distillation})
+        model = arm.model_copy(update={"training": training, "seed": 0}).identity
         if model not in self.rates:
             config = find_config(repr(self.recipe.name), arm, self.vocab_size)
-            self.rates[model] = training_flops(config, arm.row_length)
+            self.rates[model] = training_flops(config, arm.row_length, find_teacher(arm))
         return self.rates[model]
 
 

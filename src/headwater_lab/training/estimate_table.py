@@ -74,7 +74,7 @@ class PriceTable(SideBySide):
         memory = {f"cache bytes, {self.batch}": "cache_bytes", f"activation bytes, {self.batch}": "activation_bytes"}
         self.add_rows(estimates, memory)
         self.add_rows(estimates, {"  gradient checkpointing": "activation_bytes_checkpointed"}, ratio=False)
-        if any(map(_list_savings, self.prices)):
+        if any(map(_list_memory_settings, self.prices)):
             self.add_rows(estimates, {"training state and activations, as trained": "step_bytes"})
 
     def add_limits(self, hardware: Hardware, limits: Sequence[Limits | None]) -> None:
@@ -110,12 +110,14 @@ def estimate_table(prices: Sequence[Price]) -> Table:
     return result.table
 
 
-def _list_savings(price: Price) -> list[str]:
+def _list_memory_settings(price: Price) -> list[str]:
     """List in words the settings that change the memory of training."""
-    savings = ["gradient checkpointing"] if price.gradient_checkpointing else []
+    settings = ["gradient checkpointing"] if price.gradient_checkpointing else []
+    if "teacher" in price.state_bytes:
+        settings.append("a teacher, whose forward pass is in the FLOPs")
     if price.loss_chunk_tokens is not None:
-        savings.append(f"logits of {price.loss_chunk_tokens:,} tokens at once")
-    return [*savings, "a mask for packed rows"] if price.masked else savings
+        settings.append(f"logits of {price.loss_chunk_tokens:,} tokens at once")
+    return [*settings, "a mask for packed rows"] if price.masked else settings
 
 
 def _write_note(prices: Sequence[Price]) -> str:
@@ -126,8 +128,8 @@ def _write_note(prices: Sequence[Price]) -> str:
         f"{precision}; FLOPs are matmuls{attention}; × is over the first column.",
         "Activations and largest batches are estimates.",
     ]
-    for way in dict.fromkeys(chain(*map(_list_savings, prices))):
-        names = ", ".join(price.name for price in prices if way in _list_savings(price))
+    for way in dict.fromkeys(chain(*map(_list_memory_settings, prices))):
+        names = ", ".join(price.name for price in prices if way in _list_memory_settings(price))
         sentences.append(f"Trained with {way}: {names}.")
     if device is not None:
         sentences.append(

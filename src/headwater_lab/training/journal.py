@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, training_flops
+from headwater.cost.counts import cache_bytes_per_token, embedding_parameters
 from headwater.models.compiling import is_compiled
 from headwater.plugins.outside import hash_code
 from headwater.util.errors import HeadwaterError
@@ -211,9 +211,7 @@ class Journal:
         self.on_event = on_event if is_first else None
         self.to_tensorboard = True
         self.record = run_in_first(fabric, build_record, run, experiment)
-        self.flops_per_unit = training_flops(run.config, run.data.context)
-        if run.teacher is not None:
-            self.flops_per_unit += run.teacher.flops
+        self.flops_per_unit = run.flops_per_unit
         on_gpu = fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
         self.previous = replace(run.progress)  # progress at the previous point of the curve

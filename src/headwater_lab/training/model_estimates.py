@@ -52,7 +52,9 @@ _DEFAULTS = {"data": {"kind": "induction"}, "training": {"batch_size": 1, "preci
 _DECISIVE = {
     *("precision", "devices", "nodes", "batch_size", "gradient_checkpointing", "loss_chunk_tokens", "ema_decay"),
 }
-_DECISIVE_IN_RECIPES = _DECISIVE | {"steps", "gradient_accumulation_steps", "attn_implementation", "device"}
+_DECISIVE_IN_RECIPES = _DECISIVE | {
+    *("steps", "gradient_accumulation_steps", "attn_implementation", "device", "distillation", "distillation.teacher"),
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def price_conversion(
     element: bytes of the model's numbers. held_out_rows: all rows of held-out data.
     Raises `HeadwaterError` if the model cannot be converted, or if its teacher, by default itself, cannot be read.
     """
-    context, teacher = recipe.row_length, _find_teacher(recipe, config)
+    context, teacher = recipe.row_length, find_teacher(recipe, config)
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if way_of(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
@@ -112,18 +114,14 @@ def price_conversion(
             "weights_bytes": count * element,
         }
 
-    teacher_bytes = 0
-    if teacher is not None:
-        width = element if teacher is config else (teacher.dtype or torch.float32).itemsize
-        teacher_bytes = width * sum(cost.parameters(teacher).values())
     return ConversionPrice(
         measure_size(config),
         measure_size(configs[-1]),
         sum(stage.tokens for name, stage in stages.items() if name != "control"),
         flops,
         rows,
-        max(stage.peak for stage in stages.values()) + teacher_bytes,
-        teacher_bytes,
+        max(stage.peak for stage in stages.values()),
+        cost.state_bytes(config, teacher=teacher).get("teacher", 0),
     )
 
 
@@ -137,18 +135,24 @@ def _count_measured_rows(recipe: Recipe, configs: Sequence[HeadwaterConfig], hel
     return max(1, int(MEASURING * healing / measuring))
 
 
-def _find_teacher(recipe: Recipe, config: HeadwaterConfig) -> HeadwaterConfig | None:
-    """Find the config of the model that a conversion learns from, by default the original's `config`."""
+def find_teacher(recipe: Recipe, config: HeadwaterConfig | None = None) -> HeadwaterConfig | None:
+    """Find the config of the model that training distills from: by default `config`, or else where it starts.
+
+    Raises `HeadwaterError` if it cannot be read.
+    """
     settings = recipe.training.distillation
-    if settings is None or settings.teacher is None:
-        return None if settings is None else config
-    path = Path(settings.teacher)
-    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(settings.teacher).model.config
+    if settings is None:
+        return None
+    default = recipe.start.checkpoint if recipe.start is not None and config is None else None
+    source = settings.teacher or default
+    if source is None:
+        return config
+    path = Path(source)
+    return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(source).model.config
 
 
 class StagePrice(NamedTuple):
-    """Tokens of a stage, FLOPs of its training and of all its evaluations on one row, and bytes at its peak, without a
-    teacher's weights."""
+    """Tokens of a stage, FLOPs of its training and of all its evaluations on one row, and bytes at its peak."""
 
     tokens: int
     healing: float
@@ -161,36 +165,34 @@ def _price_stages(
 ) -> dict[str, StagePrice]:
     """Price the stages of a recipe, whose models have these configs, by name."""
     stages, context = {}, recipe.row_length
-    taught = 0.0 if teacher is None else sum(cost.forward_flops(teacher, context).values())
     chain = recipe.chain(lambda *_: Path())
     for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
         training, tokens = run.training, run.rows * context
-        settings = PlannedModel(config, training, run).list_settings(context, training.precision)
+        settings = PlannedModel(config, training, run, teacher=teacher).list_settings(context, training.precision)
         step = price(config, context=context, batch=training.batch_size, precision=training.precision, **settings)
         # Before the first step, at regular steps, and after the last.
         evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
         logits = 4 * config.vocab_size * context  # bytes of a row's in fp32
-        # Distillation stores the teacher's, two more gradients, and one row's distributions in fp32.
-        stored = 3 * training.precision.compute.itemsize * training.batch_size
-        distilling = 0 if teacher is None else (stored + 20) * config.vocab_size * context
         # Evaluation computes them and their log-softmax, while the training state stays in memory.
         batch = min(held_out_rows, count_batch_rows(config.vocab_size, context))
         stages[name] = StagePrice(
             tokens,
-            (step.at[0].training + taught) * tokens,
-            evaluations * step.at[0].training / 3 * context,
-            max(step.at[0].step_bytes + distilling, sum(step.state_bytes.values()) + 2 * logits * batch),
+            step.at[0].training * tokens,
+            evaluations * sum(step.at[0].forward.values()) * context,
+            max(step.at[0].step_bytes, sum(step.state_bytes.values()) + 2 * logits * batch),
         )
     return stages
 
 
 class PlannedModel(NamedTuple):
-    """A model to price, and its training. run: its recipe, if there is one; recipe: that of all arms."""
+    """A model to price, and its training. run: its recipe, if there is one; recipe: that of all arms; teacher: if it is
+    distilled."""
 
     config: HeadwaterConfig
     training: Training
     run: Recipe | None = None
     recipe: Recipe | None = None
+    teacher: HeadwaterConfig | None = None
 
     def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
         """List the settings of this column that a step's memory depends on, except rows."""
@@ -207,7 +209,7 @@ class PlannedModel(NamedTuple):
             device = torch.device("cpu" if training.device == "cpu" else "cuda")
             kernel = choose_attention(self.config, computed, device, context)
             masked = not takes_documents(kernel) and kernel != "flex_attention"
-        return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked}
+        return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked, "teacher": self.teacher}
 
 
 def plan_models(
@@ -415,13 +417,15 @@ def _read_recipe_models(
     for name, arm in arms.items():
         config = find_config(title, arm, vocab_size, name)
         runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
+        start = None
         for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
             label = name if stage == "start" else f"{name}, {stage}"
             if label in planned:
                 raise HeadwaterError(
                     f"An arm of {title} and a stage of another one would both be called {label!r}; rename one."
                 )
-            planned[label] = PlannedModel(stage_config, run.training, run, recipe)
+            planned[label] = PlannedModel(stage_config, run.training, run, recipe, find_teacher(run, start))
+            start = stage_config
     return planned
 
 

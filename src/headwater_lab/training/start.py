@@ -29,7 +29,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost.counts import forward_flops
+from headwater.cost.counts import training_flops
 from headwater.cost.hardware import sheet_of
 from headwater.growth.parameter_tokens import has_pairs
 from headwater.kernels import can_fuse
@@ -439,7 +439,6 @@ class Teacher:
         check_tokenizer(source, model.config, teacher.tokenizer, data)
         _check_positions(f"teacher {source!r}", model.config, data.context)
         self.model = recipe.training.precision.cast_activations(model.to(device)).eval().requires_grad_(False)
-        self.flops = sum(forward_flops(model.config, data.context).values())
 
     def add_loss(self, loss: Tensor, logits: Tensor, batch: Batch, count: Tensor) -> Tensor:
         """Return the loss to minimize, over `count` tokens. loss: the loss without a teacher; logits: of the batch."""
@@ -529,6 +528,12 @@ class Setup:
         self.progress.kept = self.hooks.state
         if checkpoint is None:
             self.warnings = self.list_warnings()
+
+    @property
+    def flops_per_unit(self) -> float:
+        """Training FLOPs per token or image, with the teacher's."""
+        teacher = None if self.teacher is None else self.teacher.model.config
+        return training_flops(self.config, self.data.context, teacher)
 
     def choose_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """Choose the tokenizer to save: it begins texts as training does, unless the model is from elsewhere."""
