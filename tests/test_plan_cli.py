@@ -159,10 +159,10 @@ def test_a_teacher_is_priced(prices, run, tmp_path):
     start = {"start": {"checkpoint": str(tmp_path / "large")}, "training": {"distillation": {}}, "model": {}}
     (started,) = prices(recipe(tmp_path / "started.yaml", **start))
     assert started["at"][0]["training"] == pytest.approx(4 * forward)
-    stages = [{"name": "late", "training": {"distillation": {}}}]
-    assert prices(recipe(tmp_path / "stages.yaml", stages=stages))[1]["at"][0]["training"] == pytest.approx(
-        4 / 3 * plain["at"][0]["training"]
-    )
+    grown = {"grow": {"hidden_size": 32, "num_attention_heads": 4, "method": "exact"}}
+    stages = [{"name": "grown"} | grown, {"name": "late", "training": {"distillation": {}}}]
+    _, deeper, late = prices(recipe(tmp_path / "stages.yaml", stages=stages))
+    assert late["at"][0]["training"] == pytest.approx(4 / 3 * deeper["at"][0]["training"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from headwater import HeadwaterError
 from headwater.conversion import from_transformers
 from headwater.conversion.gguf_file import _name_split, write_gguf
 from headwater.conversion.latent import expand_latent, make_latent
-from headwater_lab.data.tokenizer import byte_tokenizer, train_tokenizer
+from headwater_lab.data.tokenizer import begin_texts, byte_tokenizer, train_tokenizer
 
 TEXT = "When it rains,\n\n  it pours: 12345 drops on Ünïcödé, didn't they? 🚀<|note|>"
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -101,6 +101,15 @@ def test_kinds_of_tokens(tokenizer, tmp_path):
     assert set(kinds[1 : len(tokenizer) - 1]) == {1}
     assert kinds[len(tokenizer) :] == [5] * 5  # unused
     assert read_field(tmp_path / "tiny.gguf", "tokenizer.ggml.add_bos_token") is False
+
+
+def test_a_token_that_the_tokenizer_adds_begins_a_text_in_llama_cpp_too(tokenizer, tmp_path):
+    """Also where the tokenizer has no name for it."""
+    plain = copy.deepcopy(tokenizer)
+    plain.bos_token = None
+    write_gguf(from_transformers(llama(tokenizer)), tmp_path / "tiny.gguf", begin_texts(plain))
+    names = ("add_bos_token", "bos_token_id", "eos_token_id")
+    assert [read_field(tmp_path / "tiny.gguf", f"tokenizer.ggml.{name}") for name in names] == [True, 0, 0]
 
 
 def split_at(regex: str):
