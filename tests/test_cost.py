@@ -61,6 +61,7 @@ VARIANTS = {
         *({"target": target} for target in ("queries", "keys", "probabilities", "hidden")),
         {"source": 1, "layers": [3]},
         {"target": "keys", "mode": "learnable"},
+        {"mode": "dense", "recursive": True},
     ],
     "svformer": [{}, {"share": "keys"}, {"share": "both"}, {"source": 1, "layers": [3]}],
     "kv_source": [

@@ -52,6 +52,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mode": "learnable"},
         {"mode": "learnable_plus"},
         {"mode": "dense"},
+        {"mode": "dense", "recursive": True},
         {"target": "queries"},
         {"target": "keys"},
         {"target": "probabilities"},

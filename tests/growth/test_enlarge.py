@@ -28,6 +28,7 @@ MODELS = {
     "value_residual": {},
     "plus": {"value_residual": {"mode": "learnable_plus"}},
     "dense": {"value_residual": {"mode": "dense"}},
+    "recursive": {"value_residual": {"mode": "dense", "recursive": True}},
     "of hidden states": {"value_residual": {"target": "hidden"}},
     "sparse": {"value_residual": {"mode": "sparse"}},
     "svformer": {},

@@ -114,6 +114,22 @@ def test_dense_starts_as_its_own_value():
     assert torch.equal(model(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
 
 
+def test_the_recursive_dense_form_mixes_what_earlier_layers_have_mixed():
+    """A layer after an earlier one whose own values weigh nothing reads the first layer's through it."""
+    options = {"value_residual": {"mode": "dense", "recursive": True}}
+    model, ids = HeadwaterForCausalLM(config(options)).eval(), tokens(2, 6)
+    first = HeadwaterForCausalLM(config({"value_residual": {"mode": "dense"}})).eval()
+    first.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for of, weights in ((model, [0.0, 0.5, 1.0]), (first, [1.5, 0.0, 1.0])):
+            early, late = (mix.lambdas for mix in mixes(of))
+            early.copy_(torch.tensor([3.0, 0.0]))
+            late.copy_(torch.tensor(weights))
+        assert_near(model(ids).logits, first(ids).logits, 1e-5)
+    start = HeadwaterForCausalLM(config(options)).eval()
+    assert torch.equal(start(ids).logits, HeadwaterForCausalLM(config()).eval()(ids).logits)
+
+
 @pytest.mark.parametrize(
     ("init", "expected"),
     [
@@ -223,6 +239,7 @@ def test_default_mode_is_written_into_the_config():
         ({"weight": 2.0}, "has no weight"),
         ({"mode": "dense", "target": "keys"}, "only to values"),
         ({"mode": "dense", "source": 1}, "leave source out"),
+        ({"recursive": True}, "mode 'learnable' has no recursive"),
     ],
 )
 def test_contradictory_options(options, message):
@@ -312,6 +329,8 @@ def test_a_source_without_values_of_its_own_is_refused(mechanisms):
             "skip_layer": {"layers": 2, "heads": 4},
             "svformer": {"layers": [2]},
         },
+        {"skip_layer": {"layers": 1, "heads": 2}, "value_residual": {"mode": "dense", "recursive": True}},
+        {"kv_shift": {}, "value_residual": {"mode": "dense", "recursive": True}},
         {"skip_layer": {"heads": 4}, "value_residual": {"mode": "learnable_plus"}},
         {"skip_layer": {"heads": 4}, "value_residual": {"mode": "sparse"}},
     ],

@@ -7,7 +7,7 @@
     sparse          λ1 = 5, λ2 = 1, fixed, in the last layers only (3 of 8); the others stay plain
     learnable       λ1, λ2 free scalars per layer, init 0.5 (or, for adding it to a trained model, 0 and 1)
     learnable_plus  λ_{l,1} = s·softmax(λ')_l over the receiving layers, init s = L, the depth; λ_{l,2} free, init 0.5
-    dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; init V'_l = V_l
+    dense           V'_l = λ_{l,l}·V_l + Σ_{i<l} λ_{l,i}·V_i, all free; init V'_l = V_l; if recursive, over V'_i
 
 V_0 is taken after projection and short convolutions, before any other mechanism, the head split, the cache and RoPE;
 gradients flow into it. The paper's ablations put the residual elsewhere (option `target`): on queries, keys (both
@@ -16,7 +16,7 @@ before RoPE), attention probabilities, or hidden states (X_0 added to the input 
 Departures: the init 0.5 of the learnable form, λ2 = 1 of the constant form, and the form of learnable_plus follow the
 authors' code; the paper does not give them. λ' starts at 0, uniform; the authors' rises with depth, by an amount that
 neither gives (`plus_init`, recipes/value-residual/plus-init.yaml). The printed formula of the dense form can be read as
-recursive, over V'_i; ours is over V_i, and the recursive form is not built.
+recursive, over V'_i; that is an option. There V'_i are layer i's values after its other mechanisms too.
 """
 
 from collections.abc import Sequence
@@ -77,6 +77,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight: float | int | None = None  # λ1 of a fixed form; default: the paper's
         init: LearnableInit | None = None  # half (default); identity: λ = (0, 1), for a trained model
         plus_init: PlusInit | None = None  # for learnable_plus: uniform (default), ramp or depth
+        recursive: bool = False  # dense: mix the mixed values of earlier layers
 
         def __post_init__(self) -> None:
             if self.mode is None:
@@ -182,6 +183,8 @@ class ValueResidual(KeepsPrecision, Mechanism):
         check_form(mode, options["weight"], init=options["init"], plus_init=options["plus_init"])
         if mode in ("learnable_plus", "dense") and target != "values":
             raise HeadwaterError(f"Mechanism 'value_residual': mode {mode!r} applies only to values, not to {target}.")
+        if options["recursive"] and mode != "dense":
+            raise HeadwaterError(f"A value residual's mode {mode!r} has no recursive; leave recursive out.")
         if mode == "dense" and options["source"]:
             raise HeadwaterError(
                 "Mechanism 'value_residual': mode 'dense' reads every earlier layer; leave source out."
@@ -196,7 +199,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
         if target == "probabilities":
             return (Source("probabilities", "a", source),)
         if options["mode"] == "dense":
-            return tuple(Source("raw", "v", i) for i in range(layer))
+            return tuple(Source("local" if options["recursive"] else "raw", "v", i) for i in range(layer))
         return (Source("raw", PARTS[target], source),)
 
     @classmethod

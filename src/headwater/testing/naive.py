@@ -654,7 +654,8 @@ class Reference:
         receiving = heads.get(options["target"])
         if receiving:
             if options["mode"] == "dense":
-                sources = [raw["v"] for raw in self.raw[:layer] if raw["v"].keys() >= receiving.keys()]
+                earlier = self.final_v if options["recursive"] else [raw["v"] for raw in self.raw]
+                sources = [values for values in earlier[:layer] if values.keys() >= receiving.keys()]
                 weights: Any = self.find_parameter("value_residual", layer, "lambdas")
             else:
                 sources = [self.raw[options["source"]][options["target"][0]]]
