@@ -60,6 +60,8 @@ def test_the_mechanism_keeps_its_contract(folder):
         suite.test_packed_documents_equal_separate,
         suite.test_every_parameter_gets_a_gradient,
         suite.test_parameters_are_counted,
+        suite.test_tables_are_looked_up,
+        suite.test_more_tokens,
         suite.test_starts_are_drawn_by_name,
         suite.test_branching_rows,
         suite.test_saved_is_what_autograd_keeps,

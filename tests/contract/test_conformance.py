@@ -10,6 +10,7 @@ import torch
 from headwater.config import text
 from headwater.config.options import parse_options
 from headwater.testing import Case, Contract, Reference
+from references import run_check
 
 MINE = '''
 
@@ -49,7 +50,10 @@ class Mine(Mechanism):
     @classmethod
     def count_cost(cls, options, config, plan):
         width = len(plan.v_heads) * config.head_dim
-        return Cost(parameters=len(plan.v_heads) + config.vocab_size * width + width, flops=2 * width, saved=2 * width)
+        table = config.vocab_size * width
+        return Cost(
+            parameters=len(plan.v_heads) + table + width, flops=2 * width, saved=2 * width, looked_up=table
+        )
 
     def count_token_tables(self, parameter):
         return int(parameter == "table.weight")
@@ -92,6 +96,8 @@ BROKEN = {
     "leak": ("(context.reach >= self.back)", "(context.reach >= 0)", "test_packed_documents_equal_separate"),
     "cost": ("parameters=len(plan.v_heads) +", "parameters=", "test_parameters_are_counted"),
     "flops": ("flops=2 * width", "flops=width", "test_work_grows_with_the_tokens_alone"),
+    "looked up": (", looked_up=table", "", "test_tables_are_looked_up"),
+    "training": ("kv.k, v + self", "kv.k, (1 + self.training) * v + self", "test_training_computes"),
     "start": (", generator=generator) if", ") if", "test_starts_are_drawn_by_name"),
     "gradient": (
         "self.weight[:, None, None].to",
@@ -140,6 +146,10 @@ class Mine(Mechanism):
     def build_module(cls, options, config, plan):
         return cls(len(plan.k_heads), len(plan.v_heads), options["begin"])
 
+    @classmethod
+    def grow_options(cls, options, config, growth):
+        return options
+
     def describe_axes(self, parameter):
         return (SAME, Dim("k")) if parameter == "taps" else (Dim("v"),)
 
@@ -173,6 +183,7 @@ UNTRUE = {
     "mixed heads": ("return q, KV(k, v *", "return q, KV(k, v.mean(1, True) + v *", "test_heads_and_tokens"),
     "mixed queries": ("return q, KV", "return q + q.flip(1), KV", "test_heads_and_tokens"),
     "undeclared": ('(SAME, Dim("k"))', "()", "test_heads_and_tokens"),
+    "grown otherwise": ('Dim("v")', "SAME", "test_growth_keeps"),
     "of other heads": ('Dim("v")', 'Dim("q")', "test_heads_and_tokens"),
     "mixed tokens": (
         " * bool(p.k_heads))",
@@ -254,7 +265,7 @@ QUICK = (
     "round",
     "save_and",
 )
-OF_ITSELF = ("branching", "identity", "alone", "saved_is")
+OF_ITSELF = ("branching", "growth", "identity", "alone", "looked_up", "saved_is", "training_computes")
 
 
 def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=QUICK) -> list[str]:
@@ -279,7 +290,7 @@ def failures(mechanism: str, options: dict, tmp_path, then=lambda: None, tests=Q
             "test_save_and_load": {"tmp_path": tmp_path},
         }.get(name, {})
         try:
-            getattr(suite, name)(case, **more)
+            run_check(getattr(suite, name), case, **more)
         except Exception:
             failed.append(name)
     _build_cached.cache_clear()

@@ -25,7 +25,7 @@ from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
 from headwater.mechanisms.named import owner_of
 from headwater.nn.norm import RMSNorm
-from headwater.plugins.registry import resolve
+from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 
@@ -418,9 +418,13 @@ def _find_change(
     return None
 
 
+class FunctionChanged(HeadwaterError):
+    """A larger model computes something else than the smaller one although its method keeps the function."""
+
+
 @torch.no_grad()
 def _check_function(old: Model, new: Model) -> None:
-    """Raise `HeadwaterError` if two models differ by more than rounding on a few tokens, as no check foresaw."""
+    """Raise `FunctionChanged` if two models differ by more than rounding on a few tokens, as no check foresaw."""
     draw, config = generator(0, "grown"), old.config
     if isinstance(config, HeadwaterVisionConfig):
         sample = torch.randn(1, config.num_channels, *config.image_shape, generator=draw)
@@ -437,9 +441,13 @@ def _check_function(old: Model, new: Model) -> None:
     exact = old.dtype.itemsize >= 4
     allowed = torch.finfo(old.dtype).eps ** (1 / 2 if exact else 1 / 3) * float(old_logits.abs().max())
     if old_logits.isfinite().all() and not (moved := float((old_logits - new_logits).abs().max())) <= allowed:
-        raise HeadwaterError(
-            f"The larger model's logits differ by {moved:.1e} although this method should keep them. This is a bug "
-            "in headwater: report it with the model's config, and use another method or other sizes."
+        others = [name for name in config.mechanisms or {} if not MECHANISMS.is_built_in(name)]
+        cause = f"Check describe_axes() and grow_options() of {', '.join(others)}, or"
+        if not others:
+            cause = "This is a bug in headwater: report it with the model's config, and"
+        raise FunctionChanged(
+            f"The larger model's logits differ by {moved:.1e} although this method should keep them. {cause} use "
+            "another method or other sizes."
         )
 
 

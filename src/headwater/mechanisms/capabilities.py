@@ -45,7 +45,7 @@ class HasSharedModule(Protocol):
 
 @runtime_checkable
 class HoldsTokenTables(Protocol):
-    """Parameters with a row for each token id. Used by `resize_token_embeddings`; without it they keep their size."""
+    """Parameters with a row for each token id. Used by `resize_token_embeddings`, which refuses tables without it."""
 
     def count_token_tables(self, parameter: str) -> int:
         """Count the tables in a parameter, one after the other along its first axis; 0 if it is no table."""

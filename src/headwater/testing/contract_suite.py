@@ -22,6 +22,8 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
 from headwater.cost import counts as cost
 from headwater.engines.pages import check_servable
+from headwater.growth.enlarge import FunctionChanged
+from headwater.growth.grow import grow
 from headwater.mechanisms.capabilities import AddsToTrainedModel, can_split_heads, can_split_tokens
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import POSITIONS, cache_bytes
@@ -227,8 +229,9 @@ class Contract:
     chunks and by all kinds of generation, equals the model without one. Rows are causal, and padding, neighbors in a
     row and other branches of a tree change nothing. Each parameter's start depends only on its name; it has a gradient.
     Parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow only with tokens. What the
-    mechanism claims with `find_identity_options`, `per_head` and `per_token` is true. Gradients in bf16 are as exact
-    as autocast's. Saved models load. It compiles as one graph.
+    mechanism claims with `find_identity_options`, `per_head`, `per_token`, `grow_options` and `describe_axes` is true.
+    Training computes what evaluation does. Gradients in bf16 are as exact as autocast's. Saved models load. It compiles
+    as one graph.
 
     To skip a test that your mechanism need not pass, set it to None in the subclass.
     """
@@ -472,6 +475,19 @@ class Contract:
             f"model has {measured:,}, and {stated:,} are counted."
         )
 
+    def test_tables_are_looked_up(self, model):
+        """`Cost.looked_up` covers each embedding table, of which a token reads a row."""
+        config, counts = model.config, cost.parameters(model.config)
+        head = config.vocab_size * config.hidden_size
+        total = sum(counts.values()) - counts["embedding"] - counts["output head"] + head
+        stated = total - cost.weights_read(config)
+        added = [module for name, module in model.named_modules() if "mechanisms." in name]
+        tables = sum(module.weight.numel() for module in added if isinstance(module, torch.nn.Embedding))
+        assert tables <= stated <= model.num_parameters(), (
+            f"count_cost().looked_up is {stated:,} in all layers, but tables have {tables:,} numbers, and the model "
+            f"{model.num_parameters():,}."
+        )
+
     def test_saved_is_what_autograd_keeps(self, case):
         """`Cost.saved`, in fp32, uncompiled: the difference from the same model without the mechanism.
 
@@ -553,6 +569,10 @@ class Contract:
 
     # Training
 
+    def test_training_computes_what_evaluation_does(self, case, model, ids):
+        """There is no dropout."""
+        assert_near(run_uncached(case.copy.train(), ids), run_uncached(model, ids))
+
     def test_every_parameter_gets_a_gradient(self, case, ids):
         model = case.copy.train()
         least = self.prepare(case, model)
@@ -588,6 +608,19 @@ class Contract:
         old = shared(mechanisms, **case.fields)
         new = add_mechanisms(old, {name: chosen}).eval()
         assert_near(run_uncached(new, ids), run_uncached(old, ids))
+
+    def test_growth_keeps_the_function(self, case):
+        """By methods that promise it, with more layers, heads and width; `grow` compares the models."""
+        if case.base != "llama" or len(json.loads(case.mechanisms)) != 1:
+            return
+        heads = dict(num_attention_heads=8, num_key_value_heads=4)
+        for sizes in (dict(num_hidden_layers=5), heads, heads | dict(method="lemon"), dict(hidden_size=64)):
+            try:
+                grow(case.model, **sizes)
+            except FunctionChanged:
+                raise
+            except HeadwaterError:
+                pass  # the mechanism or the method does not grow so
 
     def test_heads_and_tokens_are_computed_alone(self, model, ids):
         """If `per_head` holds, halves of the heads read the same alone as in the model. If `per_token` holds, a token

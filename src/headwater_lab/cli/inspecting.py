@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from headwater.util.errors import HeadwaterError
 from headwater_lab.cli.arguments import check_writable, stdout, tell
 from headwater_lab.cli.options import USE, FolderPath, Values, command
 
@@ -37,6 +38,8 @@ def inspect_models(
     from headwater_lab.util.output_folder import occupy_folder
     from headwater_lab.util.outputs import check_replaceable, write_json
 
+    if scalars and any(option is not None for option in (text, rows, context)):
+        raise HeadwaterError("--scalars reads no rows; leave out --text, --rows and --context.")
     if out is not None:
         check_writable(out, folder=True)
         check_replaceable(out / "inspect.json")
