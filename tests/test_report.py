@@ -166,6 +166,12 @@ class TestWhatIsSaid:
         assert grid.rows[0] == ["base", "4.000", ("3.000 chosen", "better"), "3.500"]
         assert grid.rows[1] == ["good", "3.500", ("3.000 chosen", "better"), "diverged 1 of 1"]
         assert edges == []
+        assert grid.caption.endswith("each arm was then trained at its own best rate.")
+        worse = [tried("worse", 0.1, 4.0), tried("worse", 0.01, 3.0)]
+        runs += three("worse", UNCLEAR) + three("other", GOOD)
+        (tmp_path / "more").mkdir()
+        grid, _ = rates_table(read_comparisons(saved(tmp_path / "more", runs + tries + worse)))
+        assert grid.caption.endswith("own best rate; other at a rate not tried here; worse at another one.")
 
     @pytest.mark.parametrize(
         ("chosen", "other"), [(0.01, "smallest one tried; add smaller"), (1.0, "largest one tried; add larger")]
@@ -285,6 +291,13 @@ class TestRecipe:
             "had different data (base-0; base-1)"
             in read_comparisons(saved(tmp_path / "two", [*same, *later]))[0].changed_data
         )
+        (found,) = read_comparisons(
+            saved(tmp_path / "three", [*same, *(r.model_copy(update={"seed": 1}) for r in same)])
+        )
+        assert not found.changed_data
+        rows = [r.model_copy(update={"data_order": digest}) for r, digest in zip(same, "ab", strict=True)]
+        (found,) = read_comparisons(saved(tmp_path / "four", rows))
+        assert found.changed_data.startswith("Runs of one seed read different rows (base-0; good-0)")
         held_out = record("worse", 0, 3.0, data=one | {"held_out_sha256": {"y": "b"}}, recipe=text)
         for number, wrong in enumerate([record("worse", 0, 3.0, data=other, recipe=text), held_out]):
             (found,) = read_comparisons(saved(tmp_path / f"{number}", [*same, wrong]))

@@ -187,6 +187,7 @@ def test_accumulated_batches_are_the_law_s():
         ({"law": "nanochat"}, "use law=olmo, one of tokens_per_parameter, or branches=false"),
         ({"head_dim": 16}, "1 layers are 8 wide, which is not a multiple of head_dim=16"),
         ({"depths": [2, 2]}, "depths has an entry twice"),
+        ({"tokens_per_parameter": [9, 20, 10]}, "9 and 10 are too near for laws of their own"),
         ({"tokens_per_parameter": [1.0]}, r"law=olmo sets 9 steps .*; raise compare\.ladder\.tokens_per_parameter"),
         ({"law": "adam"}, "law"),
     ],

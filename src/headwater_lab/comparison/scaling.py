@@ -30,8 +30,8 @@ PINNED_E = 1.6
 PINNED_BYTES = 3.0
 # The exponents among which the best one is searched.
 EXPONENTS = (1e-3, 4.0)
-# Budgets whose tokens per parameter differ by less are the same, since steps are whole numbers. Others differ in two
-# digits.
+# Budgets whose tokens per parameter differ by less are the same, since steps are whole numbers. A ladder's differ by
+# more than its square.
 SAME_BUDGET = 1.1
 
 
@@ -105,7 +105,8 @@ class Scaling:
     seeds: int = 0
     """How many seeds all arms have at all sizes; other runs are left out."""
     pinned_laws: Sequence[Law] = ()
-    """Laws over FLOPs with E = `PINNED_E`; none where `explain_unpinned` says why."""
+    """Laws over FLOPs with E = `PINNED_E`; none where `unpinned` says why."""
+    unpinned: str = ""
     predictions: Sequence[Prediction] = ()
     """Of each law the largest size, which is left out of the fit if enough others remain, then the `projections`."""
     diverged: Sequence[str] = ()
@@ -171,7 +172,7 @@ def _split_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
     """Split sizes where the next larger tokens per parameter are another budget."""
     clusters: list[list[str]] = []
     for size in sorted(ratios, key=lambda size: ratios[size]):
-        if clusters and ratios[size] <= SAME_BUDGET * ratios[clusters[-1][-1]]:
+        if clusters and ratios[size] <= SAME_BUDGET * ratios[clusters[-1][0]]:
             clusters[-1].append(size)
         else:
             clusters.append([size])
@@ -216,8 +217,8 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     scaling = Scaling(
         axis, metric, baseline, points, laws, equals, runs[0].unit, sizes, losses.shape[2], diverged=diverged
     )
-    is_pinned = axis == "flops" and not explain_unpinned(runs, metric)
-    return _add_predictions(scaling, arms, fits, projections, is_pinned)
+    scaling = replace(scaling, unpinned=explain_unpinned(runs, metric))
+    return _add_predictions(scaling, arms, fits, projections, axis == "flops" and not scaling.unpinned)
 
 
 def _split_diverged(records: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:

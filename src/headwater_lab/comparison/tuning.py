@@ -1,7 +1,7 @@
 """Choose each arm's learning rate, the best of those tried."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,25 +38,29 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
     never reaches it counts with all of its steps, and the metric breaks ties. A rate at which a run diverged ranks
     last; on a tie, the smaller one wins. Raises `HeadwaterError` if an arm diverged at all of them, or a trial failed.
     """
-    scores: dict[str, dict[float, list[tuple[float, float]]]] = {}
+    records: dict[str, dict[float, list[RunRecord]]] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome.record is None:
             raise HeadwaterError(
                 f"Tuning the learning rates needs every trial, but {outcome.label} failed: {outcome.error}"
             )
-        rates = scores.setdefault(trial.experiment.arm, {})
-        pair = -_steps_needed(outcome.record, trial.experiment.threshold), find_score(outcome.record)
-        rates.setdefault(trial.rate or 0.0, []).append(pair)
-    best = {}
-    for arm, rates in scores.items():
-        ends = {rate: float(np.mean([end for _, end in values])) for rate, values in rates.items()}
-        if not (usable := [rate for rate in sorted(rates) if ends[rate] > WORST / len(trials)]):
+        records.setdefault(trial.experiment.arm, {}).setdefault(trial.rate or 0.0, []).append(outcome.record)
+    best = {arm: find_best_rate(by_rate, trials[0].experiment.threshold) for arm, by_rate in records.items()}
+    for arm, rate in best.items():
+        if rate is None:
             raise HeadwaterError(
                 f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates "
                 "(compare.ladder.multipliers)."
             )
-        best[arm] = max(usable, key=lambda rate: (float(np.mean([steps for steps, _ in rates[rate]])), ends[rate]))
-    return best
+    return {arm: rate for arm, rate in best.items() if rate is not None}
+
+
+def find_best_rate(by_rate: Mapping[float, Sequence[RunRecord]], threshold: float | str | None) -> float | None:
+    """Find an arm's best rate as `choose_rates` does; None if it diverged at all of them."""
+    ends = {rate: float(np.mean([find_score(record) for record in runs])) for rate, runs in by_rate.items()}
+    steps = {rate: float(np.mean([_steps_needed(record, threshold) for record in by_rate[rate]])) for rate in by_rate}
+    usable = [rate for rate in sorted(by_rate) if ends[rate] > WORST / len(by_rate[rate]) / 2]
+    return max(usable, key=lambda rate: (-steps[rate], ends[rate]), default=None)
 
 
 def describe_edge(arm: str, rate: float | None, tried: Collection[float]) -> str:

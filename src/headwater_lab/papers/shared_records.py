@@ -89,7 +89,7 @@ def find_problems(runs: Sequence[KeptRun]) -> list[str]:
     ratios: dict[tuple[str, str], float] = {}
     for line in runs:
         problems += [f"{line.run}: {problem}" for problem in _check_bits(line.record, ratios)]
-        if orders.setdefault(_identify_rows(line.record), line.record.data_order) != line.record.data_order:
+        if orders.setdefault(line.record.rows_key, line.record.data_order) != line.record.data_order:
             problems.append(f"{line.run}: it did not read the same rows as the other runs of its seed.")
         # Two seeds never give the same losses, so one was copied from the other.
         points = repr([(point.step, point.loss) for point in line.record.curve])
@@ -97,12 +97,6 @@ def find_problems(runs: Sequence[KeptRun]) -> list[str]:
         if line.record.curve and earlier.record.identity != line.record.identity:
             problems.append(f"{line.run}: its curve is that of {earlier.run}.")
     return problems
-
-
-def _identify_rows(record: RunRecord) -> Any:
-    """What the rows that a run reads, and their order, follow from."""
-    settings = repr(record.recipe["data"]), record.recipe["training"]["batch_size"]
-    return *settings, record.data_hashes, record.tokens, record.seed
 
 
 def _check_bits(record: RunRecord, ratios: dict[tuple[str, str], float]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """`compare.ladder:` of a recipe: sizes and budgets by rule."""
 
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -8,6 +9,8 @@ from headwater_lab.optimization.laws import OF_TOKENS
 from headwater_lab.util.settings import Count, Settings
 
 Positive = Annotated[float, Field(gt=0, le=1e9)]
+# The least ratio of neighboring budgets: runs of one are told from those of another by their whole steps.
+LEAST_RATIO = 1.2
 
 
 class Ladder(Settings):
@@ -38,6 +41,12 @@ class Ladder(Settings):
         for name in ("depths", "tokens_per_parameter", "multipliers", "projections"):
             if len({f"{value:g}" for value in getattr(self, name)}) < len(getattr(self, name)):
                 raise ValueError(f"compare.ladder.{name} has an entry twice; list each once")
+        budgets = sorted(self.tokens_per_parameter)
+        if close := [pair for pair in pairwise(budgets) if pair[1] <= LEAST_RATIO * pair[0]]:
+            raise ValueError(
+                f"compare.ladder.tokens_per_parameter: {close[0][0]:g} and {close[0][1]:g} are too near for laws of "
+                f"their own; let budgets differ by more than {LEAST_RATIO - 1:.0%}"
+            )
         if odd := [depth for depth in self.depths if depth * self.width_per_layer % self.head_dim]:
             raise ValueError(
                 f"compare.ladder: {odd[0]} layers are {odd[0] * self.width_per_layer} wide, which is not a multiple of "

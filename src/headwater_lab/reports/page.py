@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from headwater.util.files import explain_disk_errors
 from headwater.util.layout import top_package
 from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Scaling, fit_scaling, group_sizes
 from headwater_lab.comparison.speedup import CONSTANTS, measure_speedups
-from headwater_lab.comparison.tuning import describe_edge
+from headwater_lab.comparison.tuning import describe_edge, find_best_rate
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, name_unit, read_comparisons
 from headwater_lab.reports.numbers import (
@@ -235,9 +235,19 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     caption = (
         f"Mean held-out {comparison.unit} of every arm at every learning rate, over "
         f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}, which are not part of the "
-        "comparison; each arm was then trained at its own best rate."
+        f"comparison; each arm was then trained at its own best rate{_list_other_rates(comparison, trials)}."
     )
     return PageTable(caption, ["", *(f"{rate:g}" for rate in rates)], rows), edges
+
+
+def _list_other_rates(comparison: Comparison, trials: Mapping[str, Mapping[float, list[RunRecord]]]) -> str:
+    """List the arms that were not trained at the best rate of these trials."""
+    chosen = {summary.arm: summary.learning_rate for summary in comparison.summaries}
+    best = {arm: find_best_rate(by_rate, comparison.threshold) for arm, by_rate in trials.items()}
+    untuned = [arm for arm, rate in chosen.items() if rate not in trials.get(arm, {})]
+    others = [arm for arm, rate in chosen.items() if arm not in untuned and rate != best[arm]]
+    named = {"at a rate not tried here": untuned, "at another one": others}
+    return "".join(f"; {', '.join(arms)} {where}" for where, arms in named.items() if arms)
 
 
 def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:

@@ -175,7 +175,7 @@ def predictions_columns(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
     fitted, pinned = "E fitted", f"E = {PINNED_E}"
     empty = {"largest size": "", f"largest size, {fitted}": f"needs {LEAST_SIZES + 1} sizes"}
     if scaling.axis == "flops":
-        empty[f"largest size, {pinned}"] = f"no loss in nats above {PINNED_E}"
+        empty[f"largest size, {pinned}"] = scaling.unpinned
     rows: dict[str, dict[str, str]] = {}
     for prediction in scaling.predictions:
         row = rows.setdefault(prediction.arm, dict(empty))

@@ -341,6 +341,13 @@ class RunRecord(_Section):
         return f"from before {self.changed_code[0]} was changed" if self.changed_code else ""
 
     @property
+    def rows_key(self) -> tuple[Any, ...]:
+        """What the rows that a run reads, and their order, follow from."""
+        data, batch = self.recipe.get("data"), self.recipe.get("training", {}).get("batch_size")
+        beginning = self.recipe.get("start"), self.recipe.get("stages"), self.tokens, self.seed
+        return repr((data, batch, *beginning)), self.data_hashes
+
+    @property
     def data_hashes(self) -> str:
         """Hashes of the training data and of held-out domains, as JSON; equal for tasks, whose settings say all."""
         return json.dumps([self.data.get("sha256"), self.data.get("held_out_sha256")], sort_keys=True)
@@ -424,15 +431,21 @@ def device_name(device: torch.device) -> str:
 
 
 def changed_data(records: Iterable[RunRecord]) -> str:
-    """Write a sentence if runs with the same data settings had different data, or different versions of code from
-    outside; "" if none did.
+    """Write a sentence if runs with the same data settings had different data, or read different rows with the same
+    seed, or had different versions of code from outside; "" if none did.
 
     The data would be a part of their difference, and a mean over seeds would be one over texts. For runs with stages
     it is the data of the last one, which is all that they state.
     """
     by_settings: dict[tuple[str, str], dict[str, RunRecord]] = {}
     by_code: dict[str, RunRecord] = {}
+    by_rows: dict[Any, RunRecord] = {}
     for record in records:
+        if (first := by_rows.setdefault(record.rows_key, record)).data_order != record.data_order:
+            return (
+                f"Runs of one seed read different rows ({first.name}; {record.name}), so their results cannot be "
+                "paired. Train them again in a new folder."
+            )
         for name, digest in record.code.items():
             if (first := by_code.setdefault(name, record)).code[name] != digest:
                 return (
