@@ -54,7 +54,7 @@ def llama(tmp_path):
 def test_tensors_that_are_no_weights_are_refused_wherever_they_enter(own, llama, kind):
     for folder in (own, llama):
         stored(folder, as_kind(kind))
-    theirs = Candidate("llama", str(llama), LlamaConfig(**SMALL), None, 0, False, False, False)  # type: ignore[arg-type]
+    theirs = Candidate("llama", str(llama), LlamaConfig(**SMALL), None, 0, False, False)  # type: ignore[arg-type]
     readers = (
         lambda: load_model(own),
         lambda: HeadwaterForCausalLM.from_pretrained(own),

@@ -232,7 +232,11 @@ def test_checkpoints_are_hugging_face_folders(recipe, finished, tmp_path):
     newest = list_checkpoints(tmp_path / "run")[-1]
     model = AutoModelForCausalLM.from_pretrained(newest)
     assert isinstance(model, HeadwaterForCausalLM)
-    assert AutoTokenizer.from_pretrained(newest)("ab").input_ids == [97, 98]
+    assert AutoTokenizer.from_pretrained(newest)("ab").input_ids == [
+        256,
+        97,
+        98,
+    ]  # it begins with the start token, as training does
     assert json.loads((newest / "training.json").read_text())["format_version"] == 2
 
 
