@@ -341,7 +341,7 @@ def test_the_notebook_runs_in_jupyter(tmp_path):
     for name in ("plan", "run", "compared"):
         assert name == "plan" or outputs[f"{name}.picture()"][-1].data["image/png"]
         assert "<table>" in outputs[name][-1].data["text/html"]
-    assert "150/150" in outputs["run"][0].data["text/plain"]
+    assert "300/300" in outputs["run"][0].data["text/plain"]
     assert "<progress" in outputs["compared"][0].data["text/html"]
     for name, said in zip(more, ("There is no recipe 'nanogtp'", "Stopped after step", ""), strict=True):
         output = outputs[name.splitlines()[-1]][-1]

@@ -262,7 +262,7 @@ def test_an_exported_run_has_its_tokenizer(run, recipe, tmp_path):
 
     run("train", recipe, "--out", tmp_path / "run")
     assert run("export", tmp_path / "run", "--out", tmp_path / "exported")[0] == 0
-    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab").input_ids == [97, 98]
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("ab").input_ids == [256, 97, 98]
     assert (tmp_path / "exported" / "modeling_headwater.py").exists()
 
 

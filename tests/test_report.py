@@ -336,8 +336,8 @@ class TestPage:
         found = read_comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
         one = tell_story(found)
         titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
-        assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Recipe", "Changes",
-                          "Data and environment", "Warnings (2)"]  # fmt: skip
+        assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Speedup", "Recipe",
+                          "Changes", "Data and environment", "Warnings (2)"]  # fmt: skip
         html = render_page([one])
         ids = re.findall(r'<section id="([^"]+)"', html)
         assert len(set(ids)) == len(ids)

@@ -338,9 +338,9 @@ def test_damaged_weights_are_neither_exported_nor_run(recipe, finished, tmp_path
 
 @pytest.mark.slow
 def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, monkeypatch):
-    from headwater_lab.data.language import LanguageData
+    from headwater_lab.data.rows import Rows
 
-    original = LanguageData.batches
+    original = Rows.batches
 
     def gone(self, *args):
         for index, batch in enumerate(original(self, *args)):
@@ -350,7 +350,7 @@ def test_a_data_file_that_goes_away_costs_no_step(recipe, finished, tmp_path, mo
 
     made = recipe(training={"gradient_accumulation_steps": 2})
     finished(made, tmp_path / "whole")
-    monkeypatch.setattr(LanguageData, "batches", gone)
+    monkeypatch.setattr(Rows, "batches", gone)
     with pytest.raises(HeadwaterError, match=r"data cannot be read: .*train-00000.tokens\); step 7 is saved"):
         train(made, tmp_path / "cut")
     monkeypatch.undo()
