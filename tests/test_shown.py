@@ -49,8 +49,9 @@ NOT_RUN = {
     r"^headwater serve ": "it answers until it is stopped",
     r"^headwater generate .* --compile\b": "it compiles for minutes",
     r"^headwater generate CHECKPOINT - ": "it reads what is typed",
+    r"^headwater generate CHECKPOINT .* --chat\b": "the small model has no chat template",
     r"^headwater bench train --base vit\b": "images have no context to make smaller; tests/vision runs it",
-    r"EleutherAI/|togethercomputer/| gpt2 ": "it reads models or tokenizers from the hub",
+    r"EleutherAI/|HuggingFaceTB/|togethercomputer/| gpt2 ": "it reads models or tokenizers from the hub",
     r"^headwater records check ": "it asks for a commit without changes; tests/reproduce runs it",
 }
 # What to append to a command, by the beginning of its name, where it has the option: the last one given counts.
@@ -169,7 +170,7 @@ def save_foreign(config: Any, model: Any, path: Path, run: Run) -> None:
 
 # What pages take for granted, by the name of a file or folder that a command reads and nothing above has written.
 ASSUMED: dict[str, Callable[[Path, Run], None]] = {
-    r"CHECKPOINT|runs/(mine|a|b|first)|runs/demo/\w+/[\w-]+-\d": train_model,
+    r"CHECKPOINT|smaller|runs/(mine|a|b|first)|runs/demo/\w+/[\w-]+-\d": train_model,
     r"(runs/)?llama": functools.partial(save_foreign, LlamaConfig, LlamaForCausalLM),
     r"(runs/)?mistral": functools.partial(save_foreign, MistralConfig, MistralForCausalLM),
     r"runs/short": train_trunk,
