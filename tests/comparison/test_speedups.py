@@ -9,7 +9,7 @@ from scipy import stats
 
 from headwater_lab.comparison.scaling import PINNED_E, fit_law, fit_scaling, group_sizes
 from headwater_lab.comparison.speedup import PINNED_EXPONENT, measure_speedups
-from headwater_lab.reports.words import speedup_rows
+from headwater_lab.reports.words import predictions_columns, speedup_rows
 
 DEPTHS = {"d3": 1.3e6, "d4": 3.1e6, "d6": 10.6e6, "d8": 25e6}
 MARIN = (PINNED_E, 90.0, PINNED_EXPONENT)
@@ -131,6 +131,8 @@ def test_the_sizes_of_a_ladder_are_grouped_by_budget_and_by_parameters():
     assert groups["120 tokens per parameter"] == ["d3 ×120.3", "d4 ×120.3", "d6 ×120.3", "d8 ×120.3"]
     assert groups["1,300,000 parameters"] == ["d3 ×5.01", "d3 ×120.3"]
     assert len(groups) == 6
+    near = dict(group_sizes(ladder({"base": BASE}, ratios=(10, 10.9, 11.8))))  # each within a tenth of the one before
+    assert [name for name in near if "tokens" in name] == ["11 tokens per parameter", "12 tokens per parameter"]
     # With three budgets of one size, the law is over tokens, and its speedups are fitted.
     budgets = ladder({"base": BASE, "arm": (0.7, 1.0, 1.0)}, ratios=(5, 10, 20), depths={"d3": 1.3e6})
     assert fit_scaling(budgets).axis == "tokens"
@@ -146,7 +148,10 @@ def test_what_cannot_be_told_says_why():
 
     two = dict(list(DEPTHS.items())[:2])
     assert reasons(ladder(arms, depths=two)) == {"pinned": "", "fitted": "needs 3 budgets"}
-    assert reasons(ladder(arms, (0.5, 12.0, 0.08))) == {"pinned": "loss below 1.6", "fitted": ""}
+    low = ladder(arms, (0.5, 12.0, 0.08))
+    assert reasons(low) == {"pinned": "loss below 1.6", "fitted": ""}
+    columns, rows = predictions_columns(fit_scaling(low))
+    assert {row[columns.index("largest size, E = 1.6")] for row in rows} == {"loss below 1.6"}
     images = ladder(arms, unit="images")
     assert reasons(images)["pinned"] == "not in nats per token"
     apart = [run for run in ladder(arms, seeds=(0, 1)) if run.seed == (run.experiment.arm == "arm")]

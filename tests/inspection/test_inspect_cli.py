@@ -211,3 +211,8 @@ def test_a_model_of_numbers_reads_its_task(run, tmp_path, recipe):
     train(parse(values, "test"), tmp_path / "run")
     one = inspect_model(open_trained(tmp_path / "run"), "run", rows=4)
     assert torch.tensor(one.read.entropy).isfinite().all()
+
+
+def test_scalars_alone_read_no_rows(run, checkpoint, text):
+    code, _, err = run("inspect", checkpoint(SHIFT, "shift"), "--scalars", "--text", text)
+    assert (code, "--scalars reads no rows" in err) == (2, True)

@@ -31,7 +31,7 @@ PINNED_BYTES = 3.0
 # The exponents among which the best one is searched.
 EXPONENTS = (1e-3, 4.0)
 # Budgets whose tokens per parameter differ by less are the same, since steps are whole numbers. A ladder's differ by
-# more than its square.
+# more: `ladder_section.LEAST_RATIO`.
 SAME_BUDGET = 1.1
 
 
