@@ -262,6 +262,7 @@ QUICK = (
     "counted",
     "drawn_by_name",
     "gets_a_gradient",
+    "are_read",
     "round",
     "save_and",
 )
@@ -319,6 +320,10 @@ def test_one_that_says_what_is_true_passes(mine, tmp_path):
 def test_one_that_says_what_is_not_true_fails(mine, tmp_path, what):
     old, new, seen = UNTRUE[what]
     assert failures(mine(old, new, SAYING), {"unused": 1}, tmp_path, tests=[seen])
+
+
+def test_an_option_that_nothing_reads_fails(mine, tmp_path):
+    assert failures(mine(text=SAYING), {"unused": 1}, tmp_path, tests=["are_read"]) == ["test_options_are_read"]
 
 
 def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):

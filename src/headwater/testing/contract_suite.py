@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, StaticCache
 
+from headwater.config.options import parse_options
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
@@ -31,7 +33,13 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
 from headwater.plugins.outside import trust_names_in
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater.testing.model_measures import Operations, kept_per_token, outside_attention, read_halves
+from headwater.testing.model_measures import (
+    Operations,
+    RecordedOptions,
+    kept_per_token,
+    outside_attention,
+    read_halves,
+)
 from headwater.testing.naive import Reference
 from headwater.testing.served import Server, make_prompts
 from headwater.testing.small_models import (
@@ -230,8 +238,8 @@ class Contract:
     row and other branches of a tree change nothing. Each parameter's start depends only on its name; it has a gradient.
     Parameters, FLOPs, what autograd keeps and bytes of the cache are as planned, and grow only with tokens. What the
     mechanism claims with `find_identity_options`, `per_head`, `per_token`, `grow_options` and `describe_axes` is true.
-    Training computes what evaluation does. Gradients in bf16 are as exact as autocast's. Saved models load. It compiles
-    as one graph.
+    Options are read. Training computes what evaluation does. Gradients in bf16 are as exact as autocast's. Saved models
+    load. It compiles as one graph.
 
     To skip a test that your mechanism need not pass, set it to None in the subclass.
     """
@@ -689,6 +697,23 @@ class Contract:
         for parameter in loaded.parameters():  # rounding depends on how the file aligns them in memory
             parameter.data = parameter.data.clone()
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+    def test_options_are_read(self, case):
+        """Each option that the case sets is read to build the model: to validate it alone changes nothing."""
+        read: dict[str, set[str]] = defaultdict(set)
+
+        def record_reads(mechanism: type[Mechanism], options: dict[str, Any]) -> RecordedOptions:
+            parsed = parse_options(mechanism, dict(options.items()))
+            return RecordedOptions(parsed, read[mechanism.registered_name()])
+
+        with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
+            patch.setattr("headwater.config.text.parse_options", record_reads)
+            for mechanism in map(resolve, json.loads(case.mechanisms)):
+                patch.setattr(mechanism, "validate_options", lambda options, config: None)
+            HeadwaterForCausalLM(case.config())
+        for name, options in json.loads(case.mechanisms).items():
+            unread = options.keys() - read[resolve(name).registered_name()]
+            assert not unread, f"{name} does not read {', '.join(sorted(unread))}"
 
     def test_more_tokens(self, case, ids):
         """With a larger vocabulary old tokens keep their logits, and new ones have those of the equations."""

@@ -36,6 +36,28 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class RecordedOptions(dict[str, Any]):
+    """A mechanism's options, which add to `read` the names of those that are read."""
+
+    def __init__(self, options: dict[str, Any], read: set[str]) -> None:
+        super().__init__(options.items())  # by `items`, which reads nothing
+        self.read = read
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __iter__(self) -> Iterator[str]:  # without it `**options` reads all of them unseen
+        return super().__iter__()
+
+    def __deepcopy__(self, memo: Any) -> "RecordedOptions":
+        return RecordedOptions(self, self.read)
+
+
 class OnlyProcess:
     """The one process that has the whole of a split layer."""
 
