@@ -24,7 +24,7 @@ from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.data.reading import describe_unreadable, json_rows, open_file
 from headwater_lab.evaluation.candidates import Candidate
 from headwater_lab.evaluation.paired_differences import Items, average_items
-from headwater_lab.evaluation.tasks import RunOptions, Score, Tasks, explain_failure, silence_output, wrap_model
+from headwater_lab.evaluation.tasks import RunOptions, Score, Tasks, watch_task, wrap_model
 
 SUITE = "core"
 # Items whose prompts are in memory at a time, as tokens: those of some tasks would take gigabytes.
@@ -133,18 +133,17 @@ class LoadedTask:
         digest = hashlib.sha256(self.file.read_bytes()).hexdigest()
         return {"task": self.label, "file": self.file.name, "sha256": digest}
 
-    def score_items(self, lm: Any, options: RunOptions) -> tuple[Items, Items, int]:
-        """Score items, `limit` of them drawn at random: accuracy, bits per byte, and how many prompts had to be cut."""
+    def score_items(self, lm: Any, options: RunOptions) -> tuple[Items, Items]:
+        """Score items, `limit` of them drawn at random: (accuracy, bits per byte)."""
         size = min(options.limit or len(self.items), len(self.items))
         chosen = sorted(random.Random(options.seed).sample(range(len(self.items)), size))
-        results, cut = [], 0
+        results = []
         for start in range(0, size, CHUNK):
             requests = [
                 (prompt, *lm._encode_pair(*prompt))
                 for index in chosen[start : start + CHUNK]
                 for prompt in write_prompts(self.items, index, self.shots, self.task.delimiter, options.seed)
             ]
-            cut += sum(len(context) + len(answer) > lm.max_length + 1 for _, context, answer in requests)
             likelihoods = lm._loglikelihood_tokens(requests, disable_tqdm=True)
             results += [(*pair, len(answer)) for pair, (_, _, answer) in zip(likelihoods, requests, strict=True)]
         scores: dict[str, list[tuple[float, float]]] = {}  # by category: most tasks have one
@@ -160,7 +159,7 @@ class LoadedTask:
             average_items([Items("mean", np.array(group)[:, column], np.ones(len(group))) for group in scores.values()])
             for column in (0, 1)
         )
-        return accuracy, bits_per_byte, cut
+        return accuracy, bits_per_byte
 
 
 class CoreSuite:
@@ -207,9 +206,9 @@ class CoreSuite:
         lm = wrap_model(candidate, model, options, softmax_dtype=torch.promote_types(model.dtype, torch.float32))
         averaged: dict[str, list[Items]] = {}
         for name, loaded in self.loaded.items():
-            with explain_failure(loaded.label, candidate, lm), silence_output():
-                right, bits, cut = loaded.score_items(lm, options)
-            facts = loaded.facts | ({"cut_prompts": {candidate.name: cut}} if cut else {})
+            with watch_task(loaded.label, candidate, lm) as cut:
+                right, bits = loaded.score_items(lm, options)
+            facts = loaded.facts | cut
             figures = {
                 "acc": right,
                 "centred, v2": loaded.task.center_items(right, 2),

@@ -4,7 +4,6 @@ import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from pydantic_core import to_json as to_json_bytes
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_optimum_quanto_available
 
@@ -134,7 +132,6 @@ def evaluate(
     window, stride = _choose_window(candidates, context, stride)
     _check_quantized_cache(cache_bits, candidates, window if text else None)
     contents = [texts.read_text(source, limit, text_column) for source in text]
-    on_texts = _TextScorer(contents, measures, window, stride, batch_size, on_progress)
     options = RunOptions(batch_size, limit, context, seed)
     suites = load_suites(tasks, task_files, shots) if has_tasks else []
 
@@ -155,7 +152,7 @@ def evaluate(
     }
     result = EvaluationResult({}, [], [], [content.facts for content in contents], settings, _read_versions(has_tasks))
     for candidate in candidates:
-        _score_model(result, candidate, suites, options, on_texts)
+        _score_model(result, candidate, suites, options, contents, on_progress)
     result.compare_models()
     return result
 
@@ -165,21 +162,30 @@ def _score_model(
     candidate: Candidate,
     suites: Sequence[Tasks | CoreSuite],
     options: RunOptions,
-    on_texts: "_TextScorer",
+    contents: Sequence[texts.Text],
+    on_progress: Callable[[str, int, int | None], None],
 ) -> None:
     """Add the scores and facts of one model."""
     settings, name = result.settings, candidate.name
     model = candidate.load_model(settings["device"], settings["dtype"])
     if settings["cache_bits"] is not None and not candidate.is_headwater and candidate.own_config is not None:
         model = from_transformers(model).eval()
-    facts = result.models[name] = _model_facts(candidate, model)
+    facts = result.models[name] = {
+        "source": candidate.source,
+        "family": candidate.config.model_type,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "vocab_size": len(candidate.tokenizer),
+        "begins_with": candidate.tokenizer.convert_ids_to_tokens(candidate.begin),
+    }
+    batches = itertools.count(1)
     # All models use the same linear kernel, not the one timed to be fastest here.
     with forbid_autotuning(), read_quantized(model, settings["cache_bits"]) as count:
-        with _count_batches(model, partial(on_texts.on_progress, f"{name}: tasks")):
+        with model.register_forward_hook(lambda *_: on_progress(f"{name}: tasks", next(batches), None)):
             for suite in suites:
                 result.add_scores(name, suite.run_tasks(candidate, model, options))
         of_tasks = count.rows, count.quantized
-        result.add_scores(name, on_texts.score_model(candidate, model, facts))
+        result.add_scores(name, _score_texts(candidate, model, contents, settings, facts, on_progress))
         if settings["cache_bits"] is not None:
             of_texts = count.rows - of_tasks[0], count.quantized - of_tasks[1]
             read = {"tasks": of_tasks, "text": of_texts}
@@ -209,17 +215,6 @@ def _check_quantized_cache(bits: CacheBits | None, candidates: Sequence[Candidat
             ) from error
 
 
-@contextmanager
-def _count_batches(model: nn.Module, on_batch: Callable[[int, None], None]) -> Iterator[None]:
-    """Call on_batch with the number of batches that the model has computed, after each."""
-    done = itertools.count(1)
-    hook = model.register_forward_hook(lambda *_: on_batch(next(done), None))
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _read_versions(of_tasks: bool) -> dict[str, str]:
     packages = ["torch", "transformers", *(["lm_eval"] if of_tasks else [])]
     return {"headwater": headwater.__version__} | {name: importlib.metadata.version(name) for name in packages}
@@ -240,59 +235,44 @@ def _choose_window(candidates: Sequence[Candidate], context: int | None, stride:
     return window, stride
 
 
-@dataclass(frozen=True)
-class _TextScorer:
-    """Texts to score models on, with the windows and measures."""
-
-    contents: list[texts.Text]
-    measures: list[str]
-    window: int
-    stride: int
-    batch_size: int
-    on_progress: Callable[[str, int, int | None], None]
-
-    def score_model(self, candidate: Candidate, model: PreTrainedModel, facts: dict[str, Any]) -> Iterator[Score]:
-        """Yield a model's scores by text and measure. Adds its token counts for each text to its facts."""
-        for content in self.contents:
-            ids = Encoder(candidate.tokenizer)([document.text for document in content.documents])
-            likelihoods = texts.sum_log_likelihoods(
-                model,
-                ids,
-                candidate.begin,
-                context=self.window,
-                stride=self.stride,
-                batch_size=self.batch_size,
-                on_batch=partial(self.on_progress, f"{candidate.name}: {content.name}"),
-            )
-            tokens = np.array([len(row) for row in ids], dtype=float)
-            unknown = candidate.tokenizer.unk_token_id
-            facts.setdefault("texts", {})[content.name] = {
-                "nats": -float(likelihoods.sum()),
-                "tokens": int(tokens.sum()),
-                "unknown_tokens": 0 if unknown is None else int(sum((row == unknown).sum() for row in ids)),
-            }
-            for measure in self.measures:
-                form, weight = MEASURES[measure]
-                items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
-                metric = measure.replace("-", " ")
-                yield Score(content.name, None, metric, False, items.figure, items.stderr, items, None)
+def _score_texts(
+    candidate: Candidate,
+    model: PreTrainedModel,
+    contents: Sequence[texts.Text],
+    settings: dict[str, Any],
+    facts: dict[str, Any],
+    on_progress: Callable[[str, int, int | None], None],
+) -> Iterator[Score]:
+    """Yield a model's scores by text and measure. Adds its token counts for each text to its facts."""
+    for content in contents:
+        ids = Encoder(candidate.tokenizer)([document.text for document in content.documents])
+        likelihoods = texts.sum_log_likelihoods(
+            model,
+            ids,
+            candidate.begin,
+            context=settings["window"],
+            stride=settings["stride"],
+            batch_size=settings["batch_size"],
+            on_batch=partial(on_progress, f"{candidate.name}: {content.name}"),
+        )
+        tokens = np.array([len(row) for row in ids], dtype=float)
+        unknown = candidate.tokenizer.unk_token_id
+        facts.setdefault("texts", {})[content.name] = {
+            "nats": -float(likelihoods.sum()),
+            "tokens": int(tokens.sum()),
+            "unknown_tokens": 0 if unknown is None else int(sum((row == unknown).sum() for row in ids)),
+        }
+        for measure in settings["measures"]:
+            form, weight = MEASURES[measure]
+            items = Items(form, likelihoods, content.bytes if weight == "bytes" else tokens)
+            metric = measure.replace("-", " ")
+            yield Score(content.name, None, metric, False, items.figure, items.stderr, items, None)
 
 
 def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
     """Choose the measures by which models can be compared on text: measures per token need the same tokenizer."""
     alike = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
     return list(MEASURES) if alike else ["bits-per-byte"]
-
-
-def _model_facts(candidate: Candidate, model: PreTrainedModel) -> dict[str, Any]:
-    return {
-        "source": candidate.source,
-        "family": candidate.config.model_type,
-        "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "vocab_size": len(candidate.tokenizer),
-        "begins_with": candidate.tokenizer.convert_ids_to_tokens(candidate.begin),
-    }
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:

@@ -158,9 +158,8 @@ class Tasks:
             torch.manual_seed(options.seed)
             for task in loaded["tasks"].values():
                 task.set_fewshot_seed(seed=options.seed)
-            with explain_failure(request.name, candidate, lm), silence_output(), _count_cut_prompts(lm) as cut:
+            with watch_task(request.name, candidate, lm) as facts:
                 results = evaluate(lm, loaded, limit=options.limit, bootstrap_iters=DRAWS, log_samples=True)
-            facts = {"cut_prompts": {candidate.name: sum(cut)}} if sum(cut) else {}
             is_group = request.name in results.get("groups", {})
             for name in [request.name] if is_group else list(loaded["tasks"]):
                 yield from TaskResult(name, loaded["tasks"], results, is_group).list_scores(request.metrics, facts)
@@ -193,11 +192,13 @@ def wrap_model(candidate: Candidate, model: PreTrainedModel, options: RunOptions
 
 
 @contextlib.contextmanager
-def _count_cut_prompts(lm: Any) -> Iterator[list[bool]]:
-    """Yield a list to which lm-eval's model adds, for each prompt of a known length, whether it is cut to the context.
+def watch_task(name: str, candidate: Candidate, lm: Any) -> Iterator[dict[str, Any]]:
+    """Let lm-eval run a task silently, and turn what it raises into a `HeadwaterError`.
 
-    lm-eval says so only in its log, once.
+    Yields facts, filled in at the end: how many prompts of a known length were cut to the context, if any. lm-eval says
+    so only in its log, once.
     """
+    facts: dict[str, Any] = {}
     cut: list[bool] = []
     score, encode = lm._loglikelihood_tokens, lm.tok_batch_encode
 
@@ -212,16 +213,8 @@ def _count_cut_prompts(lm: Any) -> Iterator[list[bool]]:
 
     lm._loglikelihood_tokens, lm.tok_batch_encode = score_counted, encode_counted
     try:
-        yield cut
-    finally:
-        del lm._loglikelihood_tokens, lm.tok_batch_encode
-
-
-@contextlib.contextmanager
-def explain_failure(name: str, candidate: Candidate, lm: Any) -> Iterator[None]:
-    """Turn what lm-eval raises while it runs a task into a `HeadwaterError`."""
-    try:
-        yield
+        with silence_output():
+            yield facts
     except AssertionError as error:
         raise HeadwaterError(
             f"The task {name!r} does not fit into the {lm.max_length} tokens of {candidate.name}: {first_line(error)}"
@@ -230,6 +223,10 @@ def explain_failure(name: str, candidate: Candidate, lm: Any) -> Iterator[None]:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise HeadwaterError(f"The task {name!r} cannot be run: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        del lm._loglikelihood_tokens, lm.tok_batch_encode
+    if any(cut):
+        facts["cut_prompts"] = {candidate.name: sum(cut)}
 
 
 class TaskResult:
