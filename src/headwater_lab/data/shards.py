@@ -278,12 +278,9 @@ class Shards:
 
     def _map_file(self, name: str, dtype: np.dtype, length: int) -> np.ndarray:
         try:
-            mapped = np.memmap(self.folder / name, dtype=dtype, mode="r")
+            return np.memmap(self.folder / name, dtype, "r", shape=(length,))
         except (OSError, ValueError) as error:
             raise describe_damage(self.folder / name) from error
-        if len(mapped) != length:
-            raise describe_damage(self.folder / name)
-        return mapped
 
 
 @dataclass(frozen=True)
@@ -368,8 +365,8 @@ def open_prepared(folder: Path) -> Prepared:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder. Raises `HeadwaterError` if there is none, or it is damaged."""
-    if (values := read_sealed(folder / MANIFEST)) is not None:
-        return validate_file(Manifest, values, folder / MANIFEST)
+    if (manifest := read_facts(Manifest, folder / MANIFEST)) is not None:
+        return manifest
     if domains := read_domains(folder):
         names = ", ".join(str(folder / name) for name in list(domains)[:8]) + (", …" if len(domains) > 8 else "")
         raise HeadwaterError(f"{str(folder)!r} holds a prepared folder for each domain; name one or more of: {names}.")
@@ -389,17 +386,17 @@ class Domains(Facts):
 
 def read_domains(folder: Path) -> dict[str, str]:
     """Read folder name -> value of the column that split the corpus; empty without a domains.json."""
-    values = read_sealed(folder / DOMAINS)
-    return validate_file(Domains, values, folder / DOMAINS).domains if values is not None else {}
+    facts = read_facts(Domains, folder / DOMAINS)
+    return {} if facts is None else facts.domains
 
 
 M = TypeVar("M", bound=Facts)
 
 
-def validate_file(kind: type[M], values: dict[str, Any], file: Path) -> M:
-    """Parse a file. Raises `HeadwaterError` if it is invalid."""
+def read_facts(kind: type[M], file: Path) -> M | None:
+    """Read a sealed file; None if there is none. Raises `HeadwaterError` if it is damaged or invalid."""
     try:
-        return kind.model_validate(values)
+        return None if (values := read_sealed(file)) is None else kind.model_validate(values)
     except ValidationError as error:
         detail = error.errors()[0]
         where = ".".join(map(str, detail["loc"]))
