@@ -17,7 +17,7 @@ import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -104,8 +104,8 @@ def prepare(
                     return _check_finished(out, settings, encoder.separator)
                 if names and not (out / shards.WRITING).exists():
                     raise _describe_foreign(out)
-                moved = moved_document(open_stream(source, encoder), options.held_out, encoder)
-                stream = open_stream(source, encoder)
+                stream = Stream(source) if isinstance(source, TextSource) else TokenStream(source, encoder)
+                moved = moved_document(stream, options.held_out, encoder)
                 shutil.rmtree(out / shards.WRITING, ignore_errors=True)
                 (out / shards.WRITING).mkdir()
                 run = _Run(out / shards.WRITING, settings, stream, escape_name(tokenizer), encoder, moved)
@@ -120,11 +120,6 @@ def prepare(
                 return [prepared.folder for prepared in shards.open_all(out)]
     except KeyboardInterrupt:
         raise Interrupted("Stopped; run the same command again to start over.") from None
-
-
-def open_stream(source: TextSource | TokenSource, encoder: Encoder) -> Stream | TokenStream:
-    """Open a source. Raises `HeadwaterError` if it cannot be read."""
-    return Stream(source) if isinstance(source, TextSource) else TokenStream(source, encoder)
 
 
 def _collect_settings(source: TextSource | TokenSource, encoder: Encoder, options: Options) -> dict[str, Any]:
@@ -164,26 +159,21 @@ def moved_document(stream: Stream | TokenStream, share: float, encoder: Encoder)
     return min((value for value in counts if counts[value] == rarest), key=lambda fraction: abs(fraction - share))
 
 
+@dataclass
 class _Run:
-    """One run on a folder. name: of the tokenizer. moved: see `moved_document`."""
+    """One run on a folder. name: of the tokenizer. moved: see `moved_document`. folders: by domain."""
 
-    def __init__(
-        self,
-        out: Path,
-        settings: dict[str, Any],
-        stream: Stream | TokenStream,
-        name: str,
-        encoder: Encoder,
-        moved: float | None,
-    ) -> None:
-        self.out, self.settings, self.stream, self.name = out, settings, stream, name
-        self.encoder, self.moved = encoder, moved
-        # One folder per domain.
-        self.folders: dict[str | None, _Folder] = {}
-        self.files = stream.fingerprint
+    out: Path
+    settings: dict[str, Any]
+    stream: Stream | TokenStream
+    name: str
+    encoder: Encoder
+    moved: float | None
+    folders: dict[str | None, _Folder] = field(default_factory=dict)
 
     def tokenize_stream(self, workers: int, batch_bytes: int, on_progress: OnProgress) -> None:
-        """Tokenize and write the stream."""
+        """Tokenize and write the stream. Raises `HeadwaterError` if its files change meanwhile."""
+        files = self.stream.fingerprint
         pending: deque[tuple[list[Document], Future]] = deque()
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches already run in parallel
         with ThreadPoolExecutor(workers) as pool:
@@ -200,11 +190,11 @@ class _Run:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
+        if self.stream.fingerprint != files:
+            raise HeadwaterError(f"The files of {self.settings['source']!r} changed while they were read; start again.")
 
     def write_manifests(self) -> None:
         """Close the shards, and write the manifest."""
-        if self.stream.fingerprint != self.files:
-            raise HeadwaterError(f"The files of {self.settings['source']!r} changed while they were read; start again.")
         for folder in self.folders.values():
             self._write_manifest(folder)
         if self.settings.get("by"):

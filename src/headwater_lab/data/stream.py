@@ -146,7 +146,8 @@ class Stream:
 
     def iterate_documents(self, cuts_texts: bool = False) -> Iterator[Document]:
         """Yield the documents in file order, uncut. cuts_texts: cut text files into pieces."""
-        self.empty, self.none, self.skipped = 0, 0, []
+        self.empty = self.none = self.columns.rows = 0
+        self.skipped = []
         if self.generate:
             yield from self.generate()
         if self.shards is not None:
