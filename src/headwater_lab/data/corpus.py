@@ -248,26 +248,15 @@ def cut_document(document: Document, size: int | None = None) -> Iterator[Docume
 
 
 def cut_text(contents: Iterable[str], size: int | None = None) -> Iterator[str]:
-    """Cut a text, which is read from `contents` as needed, into pieces."""
+    """Cut a text, which is read from `contents` as needed, after a line end, else a space, else at the largest size."""
+    size = size or PIECE
+    longest = LONGEST_PIECE * size // PIECE
     text = ""
     for content in itertools.chain(contents, [""]):
         text, start = text + content, 0
-        while (end := piece_end(text, start, not content, size)) >= 0:
+        while len(text) - start >= (longest if content else 1):
+            ends = (text.find(mark, start + size, start + longest) + 1 for mark in ("\n", " "))
+            end = next(filter(None, ends), min(len(text), start + longest))
             yield text[start:end]
             start = end
         text = text[start:]
-
-
-def piece_end(text: str, start: int, ended: bool, size: int | None) -> int:
-    """Find the end of the piece at `start`: after a line end, else after a space, else at the maximum length.
-
-    ended: whether this is all of the text; if not, -1 if more of it is needed to decide.
-    """
-    size = size or PIECE
-    longest = LONGEST_PIECE * size // PIECE
-    if len(text) == start or (not ended and len(text) - start < longest):
-        return -1
-    for mark in "\n", " ":
-        if (end := text.find(mark, start + size, start + longest)) >= 0:
-            return end + 1
-    return min(len(text), start + longest)
