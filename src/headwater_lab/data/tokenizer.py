@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from operator import itemgetter
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -92,33 +91,25 @@ def _with_end(tokenizer: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load "bytes", a local folder, or a name on the Hugging Face hub. Raises `HeadwaterError` if that fails."""
+    """Load "bytes", a local folder, a tokenizer.json, or a name on the Hugging Face hub, without running its code.
+
+    Raises `HeadwaterError` for any problem with its files, and if it has no token to put between documents.
+    """
     if name == "bytes":
         return byte_tokenizer()
-    tokenizer = read_tokenizer(name)
+    if not (path := local_path(name)).exists():
+        check_reachable("tokenizer", name)
+    with _one_sentence(f"No tokenizer could be loaded from {name!r}"):
+        if path.is_dir() and not has_tokenizer(path):
+            raise HeadwaterError(f"The folder {name!r} has no tokenizer: there is no tokenizer.json in it.")
+        tokenizer = open_tokenizer(path if path.exists() else name)
+        vocabulary_size(tokenizer)  # raises if the vocabulary is damaged
     if separator_id(tokenizer) is None:
         raise HeadwaterError(
             f"The tokenizer {name!r} has neither an end-of-text nor a begin-of-text token to put between documents; "
             'name one of its tokens in a tokenizer_config.json next to its tokenizer.json: {"eos_token": "…"}.'
         )
     return tokenizer
-
-
-def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Read the tokenizer from a folder, a tokenizer.json or the hub, without running its code.
-
-    Raises `HeadwaterError` for any problem with its files.
-    """
-    path = local_path(str(source))
-    if not path.exists():
-        check_reachable("tokenizer", str(source))
-        path = Path(source)
-    with _one_sentence(f"No tokenizer could be loaded from {str(source)!r}"):
-        if path.is_dir() and not has_tokenizer(path):
-            raise HeadwaterError(f"The folder {str(source)!r} has no tokenizer: there is no tokenizer.json in it.")
-        tokenizer = open_tokenizer(path if path.exists() else str(source))
-        vocabulary_size(tokenizer)  # raises if the vocabulary is damaged
-        return tokenizer
 
 
 def local_size(name: str | None) -> int | None:
@@ -193,13 +184,14 @@ def begin_texts(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 def encode_in_time(encode: Callable[[Sequence[str]], list[list[int]]], texts: Sequence[str]) -> list[list[int]]:
     """Call `encode` on texts, `GROUP` at a time, so that a tokenizer without end is noticed early.
 
-    Raises `HeadwaterError` if it takes more than `SECONDS` for each megabyte of a group.
+    Raises `HeadwaterError` if it fails, or takes more than `SECONDS` for each megabyte of a group.
     """
     results: list[list[int]] = []
     for group in (texts[start : start + GROUP] for start in range(0, len(texts), GROUP)):
         seconds = SECONDS * max(1.0, sum(map(len, group)) / 10**6)
         problem = f"The tokenizer needs more than {seconds:g} seconds for this text"
-        results += within(seconds, partial(encode, group), problem)
+        with _one_sentence("The tokenizer cannot encode a text"):
+            results += within(seconds, partial(encode, group), problem)
     return results
 
 
@@ -209,8 +201,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, pl
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [tokenizer(text, add_special_tokens=not plain).input_ids for text in texts]
 
-    with _one_sentence("The tokenizer cannot encode a text"):
-        return encode_in_time(encode, texts)
+    return encode_in_time(encode, texts)
 
 
 def warn_of_unknown(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
@@ -249,8 +240,7 @@ class Encoder:
         """Encode texts, without separators."""
         if self.is_bytes:  # equals calling the tokenizer, without its overhead
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(self.dtype) for text in texts]
-        with _one_sentence("The tokenizer cannot encode a text"):
-            return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._encode_ids, texts)]
+        return [np.asarray(row, dtype=self.dtype) for row in encode_in_time(self._encode_ids, texts)]
 
     def _encode_ids(self, texts: Sequence[str]) -> list[list[int]]:
         if self.backend is None:

@@ -40,8 +40,8 @@ def list_turn_ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def local_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in a folder or a tokenizer.json, without running its code. Can raise anything if damaged."""
     described = ("tokenizer_config.json", "special_tokens_map.json")
-    is_bare = path.is_file() or not any(os.path.lexists(path / name) for name in described)
-    is_bare = is_bare and (path.is_file() or (path / "tokenizer.json").is_file())
+    has_description = any(os.path.lexists(path / name) for name in described)
+    is_bare = path.is_file() or ((path / "tokenizer.json").is_file() and not has_description)
     if is_bare and not (path / CONFIG).is_file():
         return bare_tokenizer(path)
     tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
