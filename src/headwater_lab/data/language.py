@@ -118,7 +118,7 @@ class LanguageData:
         limit = settings.held_out_bytes
         if limit in (None, LanguageSettings.model_fields["held_out_bytes"].default):
             return []
-        sizes = [sum(len(document.text.encode()) for document in documents) for documents in held_out.values()]
+        sizes = [sum(len(document.data) for document in documents) for documents in held_out.values()]
         size = max(sizes) if self.domains else sum(sizes)
         return [f"data.held_out_bytes={limit:,} has no effect: {size:,} bytes are held out."] if limit > size else []
 
@@ -157,9 +157,8 @@ class LanguageData:
         """
         if document.is_chat:
             return self.encoder.encode_documents([document])[0]
-        content = document.text.encode()
-        start = int(document.hash_fraction("excerpt") * (len(content) - limit + 1))
-        text = content[start : start + limit].decode(errors="ignore")
+        start = int(document.hash_fraction("excerpt") * (len(document.data) - limit + 1))
+        text = document.data[start : start + limit].decode(errors="ignore")
         excerpt = self.encoder.encode_documents([Document(document.id, text, document.key)])[0]
         # An end token is no text, and not every tokenizer puts one.
         return replace(excerpt, ids=excerpt.ids[: len(excerpt.ids) - len(self.encoder.frame[1])])
@@ -267,7 +266,7 @@ def thin_out(excerpts: list[HeldOut], rows: int | None, context: int) -> list[He
 
 def choose_limits(documents: Sequence[Document], budget: int | None) -> list[int]:
     """Choose how many bytes to use of each: equal shares of texts; whole conversations by their hash, at least one."""
-    sizes = [len(document.text.encode()) for document in documents]
+    sizes = [len(document.data) for document in documents]
     if not any(document.is_chat for document in documents):
         return share_budget(sizes, budget)
     chosen, budget_left = [0] * len(documents), sum(sizes) if budget is None else budget

@@ -30,7 +30,7 @@ class Text:
 
     @property
     def bytes(self) -> np.ndarray:
-        return np.array([len(document.text.encode()) for document in self.documents], dtype=float)
+        return np.array([len(document.data) for document in self.documents], dtype=float)
 
     @property
     def facts(self) -> dict[str, Any]:

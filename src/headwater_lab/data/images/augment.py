@@ -67,13 +67,10 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
     The training step must not run meanwhile in another thread.
     """
-    state = torch.get_rng_state()
-    torch.set_rng_state(generator.get_state())
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(generator.get_state())
         yield
-    finally:
         generator.set_state(torch.get_rng_state())
-        torch.set_rng_state(state)
 
 
 class Changer:

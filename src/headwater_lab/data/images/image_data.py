@@ -29,12 +29,13 @@ PIXELS = 2**24
 MEAN, STD = 0.5, 0.5
 
 Pixels = Annotated[int, Field(ge=1, le=2**16)]
+ImageSize = Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
 
 
 class ImageSettings(DataSettings):
     """Fields that all kinds of image data share."""
 
-    image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)]
+    image_size: ImageSize
     """Height and width in pixels, one number or [height, width]; images are resized to it."""
     channels: int = Field(default=3, ge=1, le=3)
     """3: red, green and blue; gray images repeat their one channel. 1: gray; colors become their luma."""

@@ -20,7 +20,7 @@ from headwater.models.load import read_text, reading
 from headwater.util.errors import HeadwaterError, first_line, nearest, shown
 from headwater.util.hub import check_reachable
 from headwater_lab.data.base import register_kind
-from headwater_lab.data.images.image_data import ImageData, Images, ImageSettings, Pixels, UnreadableImage
+from headwater_lab.data.images.image_data import ImageData, Images, ImageSettings, ImageSize, UnreadableImage
 from headwater_lab.data.images.image_reading import image_suffixes, read_image
 from headwater_lab.data.reading import local_path
 
@@ -54,7 +54,7 @@ class ImageFilesSettings(ImageSettings):
     """A dataset's column of images."""
     label_column: str = "label"
     """A dataset's column of classes: ClassLabel, numbers from 0, or names."""
-    image_size: Pixels | Annotated[list[Pixels], Field(min_length=2, max_length=2)] = 224
+    image_size: ImageSize = 224
     """Height and width in pixels, one number or [height, width]. Images are resized to it."""
     crop_ratio: Annotated[float, Field(gt=0, le=1)] | None = 0.875
     """Evaluation takes the center crop, this part of the shorter side; null takes the whole image, squeezed. So does
