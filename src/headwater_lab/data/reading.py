@@ -71,7 +71,7 @@ class Columns:
         """Find which of a table's columns to read."""
         names = set(names)
         columns = [*self.options, *([MESSAGES] if self.text == DEFAULT else []), _tools_column(self.text)]
-        return [c for name in columns for c in (name, name.partition(".")[0]) if c in names][: 2 * len(columns)]
+        return [c for name in columns for c in (name, name.partition(".")[0]) if c in names]
 
     def add_names(self, names: Iterable[str]) -> None:
         """Note names for the error about a missing column."""
@@ -265,11 +265,10 @@ def table_rows(file: Path, columns: Columns) -> Iterator[TableRow]:
     lack it.
     """
     kind, where = table_kind(file), escape_name(str(file))
-    if kind == "parquet":
-        with open_file(file) as stream:
-            yield from rows_of_tables(parquet_tables(stream, columns), columns, file)
-        return
     with open_file(file) as stream:
+        if kind == "parquet":
+            yield from rows_of_tables(parquet_tables(stream, columns), columns, file)
+            return
         for number, row in csv_rows(stream, file, columns) if kind in DELIMITERS else json_rows(stream, file):
             try:
                 cells = columns.read_cells(row, where)

@@ -44,12 +44,11 @@ class TextSettings(LanguageSettings):
         check_column_is_read(self.text_column, [self.source], "data.text_column")
         corpus = read_corpus(self.source, self.text_column)
         tokenizer = load_tokenizer(self.tokenizer)
-        # A corpus of two or more documents always has one on each side, whatever their hashes.
         ordered = sorted(corpus.documents, key=Document.hash_fraction)
-        count = sum(document.hash_fraction() < self.held_out for document in ordered)
         if len(ordered) < 2:
             raise too_short(self.source, f"one document of {len(ordered[0].data)} bytes")
-        count = min(max(count, 1), len(ordered) - 1)
+        count = sum(document.hash_fraction() < self.held_out for document in ordered)
+        count = min(max(count, 1), len(ordered) - 1)  # one on each side, whatever the hashes
         held_out, train = ordered[:count], ordered[count:]
         train.sort(key=lambda document: document.id)
         tokens = TokenArray(Encoder(tokenizer).encode_documents(train))

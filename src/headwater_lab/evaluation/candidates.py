@@ -17,11 +17,7 @@ from headwater.models.load import check_finite, check_size, describe_reason, mod
 from headwater.models.weights import check_files
 from headwater.util.errors import HeadwaterError, first_line
 from headwater_lab.data.tokenizer import find_begin, separator_id
-from headwater_lab.training.checkpoints import (
-    check_sums,
-    load_model,
-    newest_checkpoint,
-)
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
 from headwater_lab.training.hub_models import check_source, explaining_code
 from headwater_lab.training.trained_models import read_tokenizer
 
