@@ -141,19 +141,17 @@ def moved_document(stream: Stream | TokenStream, share: float, encoder: Encoder)
     encoder: called with the first document, for its errors. Raises `HeadwaterError` for fewer than two texts.
     """
     counts = Counter[float]()
-    example: Document | None = None
     for document in stream:
-        if example is None:
-            example = document
+        if not counts:
             encoder.encode_documents([document])
         counts[document.hash_fraction()] += 1
         if document.is_held_out is not None or len({fraction < share for fraction in counts}) > 1:
             return None
     source = stream.source.source
-    if example is None:
+    if not counts:
         raise no_text(source, stream.skipped)
     if len(counts) < 2:
-        content = f"one document of {len(example.data)} bytes" if counts.total() == 1 else "one text, repeated"
+        content = f"one document of {len(document.data)} bytes" if counts.total() == 1 else "one text, repeated"
         raise too_short(source, content)
     rarest = min(counts.values())
     return min((value for value in counts if counts[value] == rarest), key=lambda fraction: abs(fraction - share))
@@ -204,7 +202,8 @@ class _Run:
     def _write_manifest(self, folder: _Folder) -> None:
         tokenizer_folder = folder.path / shards.TOKENIZER
         self.encoder.tokenizer.save_pretrained(tokenizer_folder)
-        files = shards.tokenizer_files(folder.path)
+        sums = shards.hash_tokenizer(folder.path)
+        files = [tokenizer_folder / name for name in sums]
         for path in (*files, *{file.parent for file in files}):
             flush_path(path)
         evaluation = folder.write_evaluation()
@@ -215,9 +214,9 @@ class _Run:
             settings=self.settings,
             tokenizer=shards.TokenizerFacts(
                 name=self.name,
-                sha256=sha256_of(tokenizer_folder / "tokenizer.json"),
+                sha256=sums["tokenizer.json"],
                 vocab_size=self.encoder.vocab_size,
-                files={file.relative_to(tokenizer_folder).as_posix(): sha256_of(file) for file in files},
+                files=sums,
             ),
             separator=self.encoder.separator,
             dtype="uint16" if self.encoder.dtype.itemsize == 2 else "uint32",
@@ -335,9 +334,8 @@ class _Split:
 
     def _close_shard(self) -> None:
         for file in self.files.values():
-            file.flush()
-            os.fsync(file.fileno())
             file.close()
+            flush_path(Path(file.name))
         sums = {kind: sha256_of(Path(file.name)) for kind, file in self.files.items()}
         facts = shards.ShardFacts(
             file=Path(self.files["tokens"].name).name,

@@ -4,7 +4,7 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -176,13 +176,14 @@ class Manifest(Facts):
         return np.dtype(self.dtype).newbyteorder("<")
 
     @property
-    def shard_files(self) -> Iterator[tuple[str, int, Digest]]:
-        """List (name, bytes, SHA-256) of each file with tokens."""
+    def checked_files(self) -> Iterator[tuple[str, int | None, Digest]]:
+        """List (name, bytes if they are known, SHA-256) of each file but the tokenizer's."""
         for shard in (*self.train.shards, *self.held_out.shards):
             yield shard.file, shard.tokens * self.numpy_dtype.itemsize, shard.sha256
             yield shard.borders, shard.documents * 8, shard.borders_sha256
             if shard.answers_sha256 is not None:
                 yield shard.answers, shard.tokens, shard.answers_sha256
+        yield EVALUATION, None, self.evaluation.sha256
 
 
 def write_sealed(file: Path, values: dict[str, Any]) -> None:
@@ -345,10 +346,8 @@ def open_prepared(folder: Path) -> Prepared:
 
     Raises `HeadwaterError` if it is not prepared or unfinished, or a file is missing or has the wrong size.
     """
-    folder = Path(folder)
     manifest = read_manifest(folder)
-    sizes: dict[str, int | None] = {file: size for file, size, _ in manifest.shard_files}
-    for file, size in (sizes | {EVALUATION: None}).items():
+    for file, size, _ in manifest.checked_files:
         path = folder / file
         if not path.is_file():
             raise HeadwaterError(f"{str(path)!r} is missing; copy it again, or prepare the folder again.")
@@ -356,8 +355,10 @@ def open_prepared(folder: Path) -> Prepared:
             raise HeadwaterError(
                 f"{str(path)!r} has {path.stat().st_size} bytes, not {size}; copy or prepare it again."
             )
-    for name in _changed_tokenizer(folder, manifest.tokenizer):
-        raise describe_damage(folder / name)
+    expected, sums = manifest.tokenizer.files, hash_tokenizer(folder)
+    for name in expected | sums:  # an added file would be read too
+        if sums.get(name) != expected.get(name):
+            raise describe_damage(folder / TOKENIZER / name)
     dtype, vocab_size = manifest.numpy_dtype, manifest.tokenizer.vocab_size
     splits = (Shards(folder, facts, dtype, vocab_size) for facts in (manifest.train, manifest.held_out))
     return Prepared(folder, manifest, *splits)
@@ -406,31 +407,18 @@ def read_facts(kind: type[M], file: Path) -> M | None:
 
 
 def check_all(prepared: list[Prepared]) -> None:
-    """Check every file. Raises `HeadwaterError` with the names of those whose content has changed."""
-    wrong: list[str] = []
-    for folder in prepared:  # the manifest's own checksum was verified on reading
-        sums = {file: digest for file, _, digest in folder.manifest.shard_files}
-        changed = _find_changed(folder.folder, sums | {EVALUATION: folder.manifest.evaluation.sha256})
-        changed_tokenizer = _changed_tokenizer(folder.folder, folder.manifest.tokenizer)
-        wrong += [str(folder.folder / file) for file in (*changed, *changed_tokenizer)]
+    """Check every file that was not checked when a folder was opened, as the manifest and the tokenizer were.
+
+    Raises `HeadwaterError` with the names of those whose content has changed.
+    """
+    files = ((folder.folder / name, digest) for folder in prepared for name, _, digest in folder.manifest.checked_files)
+    wrong = [str(file) for file, digest in files if not file.is_file() or sha256_of(file) != digest]
     if wrong:
         raise HeadwaterError(f"Changed since they were written: {', '.join(wrong)}; copy or prepare the folder again.")
 
 
-def _find_changed(folder: Path, sums: Mapping[str, str]) -> Iterator[str]:
-    for name, digest in sums.items():
-        if not (folder / name).is_file() or sha256_of(folder / name) != digest:
-            yield name
-
-
-def _changed_tokenizer(folder: Path, facts: TokenizerFacts) -> Iterator[str]:
-    """List tokenizer files that were changed or added; an added one would be read too."""
-    sums = {f"{TOKENIZER}/{name}": digest for name, digest in facts.files.items()}
-    yield from _find_changed(folder, sums)
-    files = {f"{TOKENIZER}/{file.relative_to(folder / TOKENIZER).as_posix()}" for file in tokenizer_files(folder)}
-    yield from sorted(files - sums.keys())
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """List the files of a prepared folder's tokenizer, without hidden ones."""
-    return sorted(file for file in (folder / TOKENIZER).rglob("[!.]*") if not file.is_dir())
+def hash_tokenizer(folder: Path) -> dict[str, str]:
+    """Compute the SHA-256 of each file of a prepared folder's tokenizer, but hidden ones; "" if it is not regular."""
+    root = folder / TOKENIZER
+    files = sorted(file for file in root.rglob("[!.]*") if not file.is_dir())
+    return {file.relative_to(root).as_posix(): sha256_of(file) if file.is_file() else "" for file in files}
