@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import platform
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -107,9 +107,7 @@ class Stream:
             count = rows.num_shards if columns is None else 1
             self.shards = [rows.shard(num_shards=count, index=index) for index in range(count)]
         self.names = [corpus.name_in(file, self.root) for file in self.files]
-        texts = [file for file in self.files if not reading.table_kind(file)]
         self.marked = bool(source.separator or source.begins)
-        self.few_texts = bool(texts) and len(texts) == len(self.files) < corpus.FEW_FILES
         self.columns = columns or reading.Columns(source.text_column, source.by)
         self.kinds = set[bool]()
 
@@ -121,7 +119,8 @@ class Stream:
         return fingerprint_files(self.names, self.files)
 
     def __iter__(self) -> Iterator[Document]:
-        cuts_texts = self.few_texts and not self.marked
+        has_few_texts = 0 < len(self.files) < corpus.FEW_FILES and not any(map(reading.table_kind, self.files))
+        cuts_texts = has_few_texts and not self.marked
         # A text that would be a single piece stays whole here, and is cut more finely later.
         cuts_texts = cuts_texts and len(list(itertools.islice(self.iterate_documents(True), 2))) > 1
         documents = self.iterate_documents(cuts_texts)
@@ -151,14 +150,14 @@ class Stream:
         if self.generate:
             yield from self.generate()
         if self.shards is not None:
-            begin = 0  # rows are numbered across shards
+            numbers = itertools.count()  # across shards
             for shard in self.shards:
                 tables = shard.with_format("arrow").iter(batch_size=reading.ROWS)
                 rows = reading.rows_of_tables(tables, self.columns, Path(self.source.source))
-                begin = yield from self._read_rows(rows, self.source.source, begin)
+                yield from self._read_rows(rows, self.source.source, numbers)
         for file, name in zip(self.files, self.names, strict=True):
             if reading.table_kind(file):
-                yield from self._read_rows(reading.table_rows(file, self.columns), name)
+                yield from self._read_rows(reading.table_rows(file, self.columns), name, itertools.count())
             elif reading.is_text(file):
                 with reading.open_text(file) as text:
                     yield from self._read_text(text, name, cuts_texts)
@@ -166,10 +165,9 @@ class Stream:
                 self.skipped.append(name)
         self.columns.check_missing(self.source.source)
 
-    def _read_rows(self, rows: Iterator[reading.TableRow], name: str, begin: int = 0) -> Generator[Document, None, int]:
-        """Yield the documents of rows numbered from `begin` on; return the number after the last."""
+    def _read_rows(self, rows: Iterator[reading.TableRow], name: str, numbers: Iterator[int]) -> Iterator[Document]:
+        """Yield the documents of rows, which take the next of the numbers."""
         gathered: list[Document] = []
-        numbers = itertools.count(begin)
         for (value, domain), index in zip(rows, numbers, strict=False):
             document = corpus.row_document(value, self.columns.text, name, index, domain)
             if document.text:
@@ -192,7 +190,6 @@ class Stream:
                 self.none += 1
         if gathered:
             yield _join_rows(gathered)
-        return next(numbers)
 
     def _read_text(self, text: IO[str], name: str, in_pieces: bool) -> Iterator[Document]:
         """Yield the documents of a text file: the text between two marks, pieces of it, or the whole file."""
