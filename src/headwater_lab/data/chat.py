@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -161,20 +162,18 @@ class ChatEncoder:
         self, messages: list[ChatMessage], where: str, marks: bool = False, prompt: bool = False
     ) -> tuple[str, list[Span]]:
         """Return (the text of messages, the answers that the template marks). prompt: add the generation prompt."""
-
-        def work() -> Any:
-            return render_jinja_template(
-                [messages],
-                chat_template=self.template,
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
-            )
-
+        render = partial(
+            render_jinja_template,
+            [messages],
+            chat_template=self.template,
+            return_assistant_tokens_mask=marks,
+            add_generation_prompt=prompt,
+            **self.tokenizer.special_tokens_map,
+        )
         size = len(str(messages))
         try:
             with _RENDERING:
-                texts, spans = within(SECONDS, work, f"The chat template needs more than {SECONDS:g} s for {where!r}")
+                texts, spans = within(SECONDS, render, f"The chat template needs more than {SECONDS:g} s for {where!r}")
             if len(texts[0]) > FREE + MOST_ADDED * size:
                 raise HeadwaterError(
                     f"The chat template writes {len(texts[0]):,} characters for {where!r}, of {size:,}; change it."

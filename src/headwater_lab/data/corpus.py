@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,8 @@ class Document:
         return int.from_bytes(hashlib.sha256((self.key + purpose).encode()).digest()[:8], "big") / 2**64
 
 
-def check_column_is_read(column: str, sources: Iterable[str], option: str) -> None:
+def check_column_is_read(column: str, sources: Sequence[str], option: str) -> None:
     """Raise `HeadwaterError` if a column other than the default is set and no source is a table. option: its name."""
-    sources = list(sources)
     if column != DEFAULT and sources and not any("tables" in kinds_in(source) for source in sources):
         raise HeadwaterError(f"{option} is for tables, and {sources[0]!r} has none; leave it out.")
 

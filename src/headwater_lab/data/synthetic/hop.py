@@ -69,8 +69,7 @@ class HopData(SyntheticData[HopSettings]):
 
     def split_positions(self, batch: Batch) -> dict[str, Tensor]:
         hops_asked = batch["input_ids"][:, :1] - self.settings.alphabet - 1
-        everywhere = torch.ones_like(batch["input_ids"], dtype=torch.bool)
-        return {f"k={k}": everywhere & (hops_asked == k) for k in range(self.settings.hops + 1)}
+        return {f"k={k}": (hops_asked == k).expand_as(batch["input_ids"]) for k in range(self.settings.hops + 1)}
 
     def write_token(self, token: int) -> str:
         alphabet = self.settings.alphabet

@@ -40,16 +40,12 @@ class LanoSettings(SyntheticSettings):
     """Sentences to evaluate on. Their true probabilities take 6 seconds each at 6 levels, of 2^6 to 3^6 tokens."""
 
     @model_validator(mode="after")
-    def _charts_fit(self) -> Self:
+    def _grammar_fits(self) -> Self:
         if (self.context * self.symbols) ** 2 > LARGEST_CHART:
             raise ValueError(
                 f"data.levels={self.levels} with data.symbols={self.symbols} takes gigabytes for the true "
                 "probabilities of a sentence; lower one."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _rules_differ(self) -> Self:
         if self.symbols * self.rules > (most := self.symbols**2 + self.symbols**3):
             raise ValueError(
                 f"data.symbols={self.symbols} with data.rules={self.rules} is more than the {most} sequences of two or "
