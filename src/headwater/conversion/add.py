@@ -40,7 +40,7 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     if not isinstance(requested := as_mapping(mechanisms), dict):
         raise HeadwaterError(f"mechanisms must be names, or name -> options, not {mechanisms!r}.")
     config = copy.deepcopy(model.config)
-    present = config.mechanisms or {}
+    present = config.mechanisms
     if "blend" in present:
         raise HeadwaterError(
             "The model is being converted to a smaller cache, and the result would lack the new mechanism; finish the "
@@ -60,7 +60,7 @@ def _choose_options(
 ) -> dict[str, Any]:
     """Choose the options with which a mechanism is added."""
     kind = resolve(name)
-    if name in (config.mechanisms or {}):
+    if name in config.mechanisms:
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
     options, width = parse_options(kind, chosen), config.hidden_size
     if any(replaces_linear(kind, options, config, 0, map_name, width) for map_name in get_args(Map)):

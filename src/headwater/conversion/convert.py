@@ -53,7 +53,7 @@ def blend_config(
         raise HeadwaterError("Only text models have a cache to make smaller; choose a text model.")
     goal = {"mechanisms": as_mapping(mechanisms) or None, "num_key_value_heads": num_key_value_heads}
     result = copy.deepcopy(config)
-    result.mechanisms = {BLEND: goal | {"weight": weight}} | (config.mechanisms or {})
+    result.mechanisms = {BLEND: goal | {"weight": weight}} | config.mechanisms
     result.complete_fields()
     plan_layers(result)
     return result
@@ -61,7 +61,7 @@ def blend_config(
 
 def way_of(config: HeadwaterConfig) -> dict[str, Any] | None:
     """The options of `blend`, which describe the goal of a conversion; None if the model is not being converted."""
-    return (config.mechanisms or {}).get(BLEND)
+    return config.mechanisms.get(BLEND)
 
 
 def check_conversion(config: HeadwaterConfig) -> None:
@@ -91,7 +91,6 @@ def blend_model(
     Raises `HeadwaterError` for mechanisms that contradict the model, share nothing, or cannot be combined with its own.
     """
     config = blend_config(model.config, mechanisms, num_key_value_heads, weight)
-    config._attn_implementation = model.config._attn_implementation
     names = {name for name in own_tensors(HeadwaterForCausalLM.make_skeleton(config)) if f".{BLEND}." in name}
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
     converted = assemble_model(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
@@ -112,26 +111,23 @@ def finish_model(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
             "(convert: {anneal: true})."
         )
     config = narrow_config(model.config)
-    config._attn_implementation = model.config._attn_implementation
     tensors = {name: tensor for name, tensor in own_tensors(model).items() if f".{BLEND}." not in name}
     pooled = assemble_model(type(model), config, pool_tensors(tensors, model.config), model)
-    mechanisms = (way_of(model.config) or {})["mechanisms"]
+    mechanisms = way_of(model.config)["mechanisms"]
     return add_mechanisms(pooled, mechanisms, allow_change=True) if mechanisms else pooled
 
 
 def narrow_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of a blended model with the heads of its goal, but without sharing between layers."""
-    options = way_of(config)
-    assert options is not None
     narrow = Blend.remove_blend(config)
-    narrow.num_key_value_heads = options["num_key_value_heads"] or narrow.num_key_value_heads
+    narrow.num_key_value_heads = way_of(config)["num_key_value_heads"] or narrow.num_key_value_heads
     narrow.complete_fields()
     return narrow
 
 
 def group_of(config: HeadwaterConfig) -> int:
     """Number of key/value heads of a blended model that become one."""
-    return Blend.count_group(way_of(config) or {}, config)
+    return Blend.count_group(way_of(config), config)
 
 
 def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_state: bool = False) -> dict[str, Tensor]:
@@ -140,7 +136,7 @@ def pool_tensors(tensors: Mapping[str, Tensor], config: HeadwaterConfig, are_sta
     are_state: the tensors are Adam's averages; a head's gradient is the gradient of the mean divided by the size of the
     group.
     """
-    group, heads = group_of(config), int(config.num_key_value_heads or 0)
+    group, heads = group_of(config), config.num_key_value_heads
 
     def pooled(name: str, x: Tensor) -> Tensor:
         x = x.detach()
@@ -219,7 +215,7 @@ def _keep_heads(outputs: list[Tensor], width: int, module: nn.Module, inputs: An
 def can_turn(model: HeadwaterForCausalLM) -> dict[str, bool]:
     """Whether keys "k" and values "v" can be rotated without changing the function: with linear projections, and no
     mechanism or norm between them and attention."""
-    plain = not ((model.config.mechanisms or {}).keys() - {BLEND}) and has_linear_attention(model)
+    plain = not (model.config.mechanisms.keys() - {BLEND}) and has_linear_attention(model)
     return {"k": plain and not model.config.qk_norm, "v": plain}
 
 

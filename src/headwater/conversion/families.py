@@ -463,9 +463,7 @@ def _copy_tensor(tensor: Tensor) -> Tensor:
 
 def exchange_halves(tensor: Tensor, config: HeadwaterConfig) -> Tensor:
     """Move the second half of each head before the first, in rows of heads [heads·d, …]."""
-    width = config.head_dim
-    assert width is not None, "settled"
-    return tensor.unflatten(0, (-1, width)).roll(width // 2, 1).flatten(0, 1)
+    return tensor.unflatten(0, (-1, config.head_dim)).roll(config.head_dim // 2, 1).flatten(0, 1)
 
 
 def _has_kinds(config: type[PreTrainedConfig]) -> bool:
@@ -507,18 +505,9 @@ def link_plain(names: dict[str, str]) -> tuple[Link, ...]:
     return tuple(Link(source, (target,)) for source, target in names.items())
 
 
-_EVERYWHERE = map_same(
-    "vocab_size",
-    "tie_word_embeddings",
-    "initializer_range",
-    "use_cache",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-_SIZES = map_same(
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
-)
+_SIZES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
+_TOKENS = "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id"
+_EVERYWHERE = map_same(*_SIZES, *_TOKENS, "tie_word_embeddings", "initializer_range", "use_cache")
 
 # GPT-2 and GPT-NeoX: LayerNorm, a plain feed-forward, one map for queries, keys and values, as many heads of each.
 _LAYER_NORM = dict(feed_forward="plain", norm="layer_norm", mlp_bias=True)
@@ -528,7 +517,6 @@ _QKV = tuple(f"{LAYER}self_attn.{letter}_proj" for letter in "qkv")
 _GPT2 = Family(
     model=GPT2LMHeadModel,
     fields=_EVERYWHERE
-    | _SIZES
     | dict(
         intermediate_size="n_inner",
         hidden_act="activation_function",
@@ -561,7 +549,6 @@ _GPT2 = Family(
 _GPT_NEOX = Family(
     model=GPTNeoXForCausalLM,
     fields=_EVERYWHERE
-    | _SIZES
     | map_same("hidden_act", "attention_dropout", "rope_parameters")
     | dict(
         norm_eps="layer_norm_eps",
@@ -594,7 +581,6 @@ _GPT_NEOX = Family(
 _LLAMA = Family(
     model=LlamaForCausalLM,
     fields=_EVERYWHERE
-    | _SIZES
     | map_same("num_key_value_heads", "head_dim", "hidden_act", "attention_dropout", "rope_parameters", "mlp_bias")
     | dict(norm_eps="rms_norm_eps", qkv_bias="attention_bias", output_bias="attention_bias"),
     required=dict(pretraining_tp=1),
@@ -730,7 +716,7 @@ _QWEN3 = _vary_family(
 
 FAMILIES: dict[str, Family] = {
     family.name: family
-    for family in (*(_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX, _NANOCHAT, _GEMMA, _GEMMA2, _GEMMA3),)
+    for family in (_GPT2, _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GPT_NEOX, _NANOCHAT, _GEMMA, _GEMMA2, _GEMMA3)
 }
 _REGISTRY = Registry("family of models", "headwater.families", {}, "Family")
 _REGISTRY.added = FAMILIES

@@ -30,7 +30,7 @@ DAMPING, LEAST = 1e-6, 1e-5
 
 def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
     """The config of `make_latent`. Raises `HeadwaterError` for a model that cannot be converted."""
-    if MECHANISM in (config.mechanisms or {}):
+    if MECHANISM in config.mechanisms:
         raise HeadwaterError(
             "Keys and values are made from a latent already. For another width, export the model with --family, and "
             "convert that."
@@ -42,8 +42,8 @@ def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
             f"Keys and values become one latent only in a plain model; this one has {reason}. Let layers share, or use "
             "fewer heads."
         )
-    d, heads = int(config.head_dim or 0), int(config.num_key_value_heads or 0)
-    most = min(heads, config.hidden_size // d) * d
+    d = config.head_dim
+    most = min(config.num_key_value_heads, config.hidden_size // d) * d
     if width % d or not d <= width <= most:
         raise HeadwaterError(f"latent_width must be a multiple of head_dim, from {d} to {most}, not {width}.")
     latent = copy.deepcopy(config)
@@ -57,7 +57,6 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
     """Return a copy of `model` that caches one vector of `width` channels per token and layer, the best on `rows` of
     tokens [B, T]. Raises `HeadwaterError`."""
     config = latent_config(model.config, width)
-    config._attn_implementation = model.config._attn_implementation
     if not has_linear_attention(model):
         raise HeadwaterError("Keys and values become one latent only where all projections are linear.")
     tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
@@ -77,7 +76,7 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
 
 def expand_config(config: HeadwaterConfig) -> HeadwaterConfig:
     """The config of `expand_latent`, or `config` itself if there is nothing to expand."""
-    if set(config.mechanisms or {}) != {MECHANISM}:
+    if set(config.mechanisms) != {MECHANISM}:
         return config
     plain = copy.deepcopy(config)
     plain.mechanisms = {}
@@ -110,7 +109,7 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
 
     gram: the mean of y·yᵀ over y = (x, 1) for sample inputs x of attention, [D + 1, D + 1].
     """
-    groups, d = int(config.num_key_value_heads or 0), int(config.head_dim or 0)
+    groups, d = config.num_key_value_heads, config.head_dim
     q, k, v = (join_bias(weights, f"{letter}_proj").unflatten(0, (-1, d)) for letter in "qkv")
     if config.qk_norm and config.norm == "layer_norm":  # it takes away what all channels of a head have in common
         q, k = (heads - heads.mean(1, keepdim=True) for heads in (q, k))
@@ -173,7 +172,7 @@ def weigh_keys(squares: Tensor, read: Tensor, values: Tensor, gram: Tensor, conf
     """
     shared = len(squares) // len(values)
     added = (read * (values @ gram @ values.mT).repeat_interleave(shared, 0)).sum((1, 2))
-    scale = config.attention_scale or int(config.head_dim or 0) ** -0.5
+    scale = config.attention_scale or config.head_dim**-0.5
     if config.position == "rope":
         scale *= RotaryEmbedding(config).attention_scaling ** 2
         rotated = config.rotary_dim  # over all distances, RoPE gives both channels of a pair the mean

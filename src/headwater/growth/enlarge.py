@@ -87,8 +87,7 @@ def plan_growth(config: HeadwaterConfig, options: GrowthOptions) -> tuple[Larger
         if not config.final_norm_weight and isinstance(new.logit_scale, float | int):
             new.logit_scale /= copies_read(config, growth)
     new.mechanisms = {
-        name: _grow_options(name, of_mechanism, config, growth)
-        for name, of_mechanism in (config.mechanisms or {}).items()
+        name: _grow_options(name, of_mechanism, config, growth) for name, of_mechanism in config.mechanisms.items()
     }
     new.complete_fields()
     plans = plan_layers(config), plan_layers(new)
@@ -148,6 +147,7 @@ class Moves:
 
     def __init__(self, model: Model, large: Model, growth: Larger) -> None:
         self.model, self.large, self.growth = model, large, growth
+        self.exact = growth.fill != "any"
         self.names = dict(model.named_parameters())
         self.used_names: set[str] = set()
         self.plans = model.plans, large.plans
@@ -168,8 +168,8 @@ class Moves:
         """
         counterpart = self.names.get(old_name := self.old_name(name))
         layer = split_name(name)[0]
+        owner, inner = owner_of(self.large, name)
         if counterpart is None:
-            owner, inner = owner_of(self.large, name)
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
                 raise HeadwaterError(
                     f"Mechanism {owner.registered_name()!r} has {inner!r} in layer {layer} of the larger "
@@ -178,18 +178,18 @@ class Moves:
                 )
             return None
         self.used_names.add(old_name)
-        if layer in self.growth.silent and not power:
-            owner, inner = owner_of(self.large, name)
-            if isinstance(owner, PassesThrough) and (passing := owner.find_neutral_value(inner)) is not None:
-                return passing
+        adds_nothing = layer in self.growth.silent and not power
+        if adds_nothing and owner is not None and isinstance(owner, PassesThrough):
+            neutral = owner.find_neutral_value(inner)
+            if neutral is not None:
+                return neutral
         axes = self.find_axes(old_name, counterpart)
-        silenced = layer in self.growth.silent and not power and self.is_silenced(name, axes[: counterpart.dim()])
+        silenced = adds_nothing and self.is_silenced(name, axes[: counterpart.dim()])
         return self.fill_entries(name, counterpart if old is None else old, fresh, axes, power, silenced)
 
     def is_silenced(self, name: str, axes: Sequence[Dim]) -> bool:
         """Whether this parameter is the last that scales what a layer adds to the stream, so that zero silences it."""
         layer, module = split_name(name)
-        assert layer is not None
         if module in ("attention_output_norm", "feed_forward_output_norm"):
             return True
         norm = self.large.base_model.layers[layer].attention_output_norm
@@ -259,9 +259,8 @@ class Moves:
         counts = torch.zeros(int(sources.max()) + 1, device=x.device).to(x).index_add(0, sources, is_copy).clamp(min=1)
         sums = x.new_zeros([len(counts) if axis == dim else size for axis, size in enumerate(x.shape)])
         means = sums.index_add(dim, sources, drawn * is_copy.view(along)) / counts.view(along)
-        correction = (
-            counts / (counts - 1).clamp(min=1)
-        ).sqrt()  # subtracting the mean of n numbers shrinks their variance by (n - 1) / n
+        # Subtracting the mean of n numbers shrinks their variance by (n - 1) / n.
+        correction = (counts / (counts - 1).clamp(min=1)).sqrt()
         noise = (drawn - means.index_select(dim, sources)) * (correction * (counts > 1))[sources].view(along)
         # In a layer that was added earlier and never trained, the output maps are still zero.
         return noise * (float(x.std()) or float(fresh.std()))
@@ -271,18 +270,17 @@ class Moves:
         growth = self.growth
         if axis.kind == "layers":
             return self.copies_of_layers(name, axis)
-        exact = growth.fill != "any"
         if axis.kind in ("k", "v", "kv", "q"):
-            return self.copies_of_heads(name, axis, old, new, exact)
+            return self.copies_of_heads(name, axis, old, new)
         if old == new:
             return None
         if axis.kind == "same":
             return Copied([index if index < old else -1 for index in range(new)], zero=axis.zero)
         if axis.kind == "units":
-            return Copied(list(growth.units), zero=axis.reads and exact)
-        return self.copies_of_channels(name, axis, old, exact)
+            return Copied(list(growth.units), zero=axis.reads and self.exact)
+        return self.copies_of_channels(name, axis, old)
 
-    def copies_of_channels(self, name: str, axis: Dim, old: int, exact: bool) -> Copied:
+    def copies_of_channels(self, name: str, axis: Dim, old: int) -> Copied:
         """Choose the origin of the new channels of the residual stream."""
         growth = self.growth
         mean = growth.fill == "mean" and growth.pads
@@ -293,25 +291,25 @@ class Moves:
             )
         writes = axis.kind in ("stream", "outputs") and not axis.reads
         source = [old if channel < 0 and mean and writes else channel for channel in growth.stream]
-        return Copied(source, zero=writes and exact, mean=mean and writes, factor=self.norm_factor(name, axis, exact))
+        return Copied(source, zero=writes and self.exact, mean=mean and writes, factor=self.norm_factor(name, axis))
 
-    def norm_factor(self, name: str, axis: Dim, exact: bool) -> float:
+    def norm_factor(self, name: str, axis: Dim) -> float:
         """Return the factor of a norm's old entries, because the stream that it divides by has another size."""
         growth, config = self.growth, self.model.config
         scales = axis.normed or (axis.kind in ("norm", "output norm") and name.endswith("weight"))
-        factor = growth.mean_square_ratio**0.5 if exact and scales else 1.0
+        factor = growth.mean_square_ratio**0.5 if self.exact and scales else 1.0
         if name.startswith(f"{self.model.base_model_prefix}.norm.") and config.final_norm_weight:
             factor /= copies_read(config, growth)  # the output head reads the last norm
         return factor
 
-    def copies_of_heads(self, name: str, axis: Dim, old: int, new: int, exact: bool) -> Copied | None:
+    def copies_of_heads(self, name: str, axis: Dim, old: int, new: int) -> Copied | None:
         heads, count = self.sources_of_heads(name, axis)
         width = old // max(1, count)
         if old == new and (len(heads) * width != new or heads == list(range(count))):
             return None  # the axis is not made of heads, or no head changes
         source = [head * width + entry if head >= 0 else -1 for head in heads for entry in range(width)]
         assert len(source) == new, f"{name}: {len(source)} of {new}"
-        return Copied(source, zero=axis.reads and exact)
+        return Copied(source, zero=axis.reads and self.exact)
 
     def sources_of_heads(self, name: str, axis: Dim) -> tuple[list[int], int]:
         """The old head of each new one, -1 for none, and the number of old heads."""
@@ -319,7 +317,6 @@ class Moves:
         if axis.kind in ("q", "kv"):  # where layers differ in heads, none are added
             of_model = growth.q if axis.kind == "q" else growth.kv
             return list(of_model), max(of_model) + 1
-        assert layer is not None
         old, new = self.plans[0][growth.layers[layer]], self.plans[1][layer]
         stored, heads = (old.k_heads, new.k_heads) if axis.kind == "k" else (old.v_heads, new.v_heads)
         sources = growth.kv if growth.extends("kv") else range(max(heads, default=0) + 1)
@@ -328,7 +325,6 @@ class Moves:
     def copies_of_layers(self, name: str, axis: Dim) -> Copied:
         layer = split_name(name)[0]
         owner, inner = owner_of(self.large, name)
-        assert owner is not None
         entries = next(dim for dim in axes_of(owner, inner) if dim.kind == "layers").entries
         if layer is None:  # a module outside the layers
             old = [self.growth.layers[int(entry)] for entry in entries]  # type: ignore[call-overload]
@@ -367,7 +363,7 @@ def _scale_copies(axis: Dim, way: Copied, shares: Tensor, power: int) -> Tensor:
 def _check_units(config: HeadwaterConfig) -> None:
     """Raise `HeadwaterError` if mechanisms replace all feed-forwards."""
     width = config.hidden_size
-    for name, options in (config.mechanisms or {}).items():
+    for name, options in config.mechanisms.items():
         layers = range(config.num_hidden_layers)
         mechanism = resolve(name)
         if all(replaces_linear(mechanism, options, config, layer, "feed_forward", width) for layer in layers):
@@ -441,7 +437,7 @@ def _check_function(old: Model, new: Model) -> None:
     exact = old.dtype.itemsize >= 4
     allowed = torch.finfo(old.dtype).eps ** (1 / 2 if exact else 1 / 3) * float(old_logits.abs().max())
     if old_logits.isfinite().all() and not (moved := float((old_logits - new_logits).abs().max())) <= allowed:
-        others = [name for name in config.mechanisms or {} if not MECHANISMS.is_built_in(name)]
+        others = [name for name in config.mechanisms if not MECHANISMS.is_built_in(name)]
         cause = f"Check describe_axes() and grow_options() of {', '.join(others)}, or"
         if not others:
             cause = "This is a bug in headwater: report it with the model's config, and"

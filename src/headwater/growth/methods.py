@@ -171,7 +171,6 @@ def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str,
     """The key/value heads that keep their ratio to more query heads, unless their number is given."""
     if "num_attention_heads" not in sizes or "num_key_value_heads" in sizes:
         return {}
-    assert config.num_key_value_heads is not None
     ratio = config.num_attention_heads // config.num_key_value_heads
     if sizes["num_attention_heads"] % ratio:
         raise HeadwaterError(
@@ -225,7 +224,6 @@ def _map_heads(
     config: HeadwaterConfig, queries: int, heads: int, copies: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Map each key/value head and each query head to the old one. Copies of a head are placed next to it."""
-    assert config.num_key_value_heads is not None
     old, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if queries % heads:
         raise HeadwaterError(

@@ -182,12 +182,11 @@ def _check_read(options: dict[str, Any], counts: Counts, new: Counts, key_init: 
 
 def has_pairs(config: HeadwaterConfig) -> bool:
     """Whether parameter tokens replace a model's linear layers."""
-    return Pattention.registered_name() in (config.mechanisms or {})
+    return Pattention.registered_name() in config.mechanisms
 
 
 def options_of(config: HeadwaterConfig) -> dict[str, Any]:
     """The mechanism's options in a model that has it."""
-    assert config.mechanisms is not None
     return config.mechanisms[Pattention.registered_name()]
 
 
@@ -252,5 +251,5 @@ def _settle_config(model: HeadwaterPreTrainedModel, counts: Counts, frozen: Coun
 
 def _write_counts(config: HeadwaterConfig, counts: Counts, frozen: Counts | None) -> None:
     options = Pattention.with_pairs(options_of(config), counts) | {"frozen": frozen}
-    config.mechanisms = (config.mechanisms or {}) | {Pattention.registered_name(): options}
+    config.mechanisms = config.mechanisms | {Pattention.registered_name(): options}
     config.complete_fields()
