@@ -130,7 +130,7 @@ def test_a_call_parts_in_its_middle():
     changed = texts.ids.clone()
     changed[0, 6] = (changed[0, 6] + 1) % subject.config.vocab_size
     probe = Probe(subject, texts, 1e-9)
-    probe.compare_call(subject(changed)[0], [(row, 0, row, 0, changed.shape[1]) for row in range(len(changed))])
+    probe.compare_call(subject(changed), [(row, 0, row, 0, changed.shape[1]) for row in range(len(changed))])
     assert probe.parting == Parting(0, 6, "model.embed_tokens")
 
 

@@ -55,10 +55,11 @@ def in_double(active: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CallOutput:
-    """The output of a call: logits [B, T, V] and each layer's output [B, T, …], by name, in order."""
+    """The output of a call: logits [B, T, V], each layer's output [B, T, …] by name, in order, and the next cache."""
 
     logits: Tensor
     layers: dict[str, Tensor] = field(repr=False)
+    cache: Any = field(repr=False)
 
 
 class Subject:
@@ -93,8 +94,8 @@ class Subject:
         positions: Tensor | None = None,
         use_cache: bool = True,
         **options: Any,
-    ) -> tuple[CallOutput, Any]:
-        """Logits and layers of one call, and the cache for the next.
+    ) -> CallOutput:
+        """Call the model once.
 
         ids: [B, T]. mask: [B, everything so far]. positions: [B, T], left out where the model takes none.
         """
@@ -117,7 +118,7 @@ class Subject:
             raise HeadwaterError(f"logits of shape {list(logits.shape)} for ids of shape {list(ids.shape)}")
         if use_cache and self.cache_name is not None:
             cache = getattr(output, self.cache_name, None)
-        return CallOutput(logits, layers), cache
+        return CallOutput(logits, layers, cache)
 
     @contextlib.contextmanager
     def _watch_layers(self, ids: Tensor, layers: dict[str, Tensor]) -> Iterator[None]:

@@ -149,7 +149,7 @@ def _judge_bf16(model: PreTrainedModel, judge: _Precision) -> Verified:
         half = Subject(copy.deepcopy(model).to(torch.bfloat16).eval())
         assert judge.subject is not None
         half.positions = judge.subject.positions
-        alone = half(judge.texts.ids, use_cache=False)[0].logits.double()
+        alone = half(judge.texts.ids, use_cache=False).logits.double()
         feed = Feed(Probe(half, judge.texts, math.inf))
         cached_logits = torch.cat([feed.read_tokens(tokens).logits for tokens in (6, 1, 2, 1, 7, 3)], dim=1).double()
     except Exception as raised:

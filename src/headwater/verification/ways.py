@@ -71,7 +71,7 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
     ids[-1, :SHARED] = ids[0, :SHARED]
     pad = getattr(config, "pad_token_id", None)
     pad = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else int(allowed[0])
-    return Texts(ids, pad, subject(ids, use_cache=False)[0])
+    return Texts(ids, pad, subject(ids, use_cache=False))
 
 
 # (row, slot, text, position, length): slots in a row of a call, and where these tokens are in the texts.
@@ -170,11 +170,11 @@ class Feed:
             for text, pad in zip(self.rows if wrong is None else wrong, self.pads, strict=True)
         ]
         ids = torch.stack(lines)[:, self.position : until]
-        output, cache = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **arguments)
+        output = self.probe.subject(ids, self.cache if use_cache else None, use_cache=use_cache, **arguments)
         if use_cache:
-            if cache is None:
+            if output.cache is None:
                 raise DoesNotApply("the model returns no cache")
-            self.cache = cache
+            self.cache = output.cache
         if wrong is None:
             spans = []
             for row, (text, pad) in enumerate(zip(self.rows, self.pads, strict=True)):
@@ -226,7 +226,7 @@ def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False
     ids = torch.cat([probe.texts.ids[text, :tokens] for text, tokens in PACKED])[None]
     positions = torch.cat([torch.arange(tokens) for _, tokens in PACKED])[None]
     borders = _border_arguments(probe) if with_borders else {}
-    output, _ = probe.subject(ids, positions=positions, use_cache=False, **borders)
+    output = probe.subject(ids, positions=positions, use_cache=False, **borders)
     spans, slot = [], 0
     for text, tokens in PACKED:
         spans.append((0, slot, text, 0, tokens))
@@ -235,7 +235,7 @@ def read_packed(probe: Probe, with_borders: bool = False, promised: bool = False
     unpromised.compare_call(output, spans, packed=True)
     if unpromised.parting is not None and not promised:
         # With a mask, transformers does not look for documents. If that changes nothing, the model never does.
-        joined, _ = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **borders)
+        joined = probe.subject(ids, positions=positions, use_cache=False, mask=torch.ones_like(ids), **borders)
         if torch.equal(output.logits, joined.logits):
             raise DoesNotApply(
                 "it does not begin a new document where position_ids restart: each document sees the earlier ones"
@@ -248,8 +248,8 @@ def _border_arguments(probe: Probe) -> dict[str, Any]:
     begins = torch.tensor([0, *(tokens for _, tokens in PACKED)]).cumsum(0).int()
     longest = max(tokens for _, tokens in PACKED)
     number = torch.cat([torch.full((tokens,), text, dtype=torch.int32) for text, tokens in PACKED])[None]
-    borders = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=longest, max_length_k=longest)
-    arguments: dict[str, Any] = {**borders, "seq_idx": number}
+    arguments = dict(cu_seq_lens_q=begins, cu_seq_lens_k=begins, max_length_q=longest, max_length_k=longest)
+    arguments["seq_idx"] = number
     if "kwargs" not in probe.subject.takes:
         arguments = {name: value for name, value in arguments.items() if name in probe.subject.takes}
     if not arguments:
@@ -381,7 +381,7 @@ def _check_generated(probe: Probe, output: Any, pads: Sequence[int], prompt: int
     for row, ids in enumerate(output.sequences):
         tokens = ids[pads[row] :]
         new = len(ids) - prompt
-        alone = probe.subject(tokens[None, :-1], use_cache=False)[0].logits[0, -new:].double()
+        alone = probe.subject(tokens[None, :-1], use_cache=False).logits[0, -new:].double()
         scale = float(alone.abs().max())
         if logits:
             errors = _find_errors(torch.stack([step[row] for step in output.logits]), alone, scale)
@@ -409,7 +409,7 @@ def search_beams(probe: Probe, padded: bool = False, **options: Any) -> None:
     options |= dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_logits=False, output_scores=True)
     output, pads = _generate_rows(probe, PROMPT_PADS[:2] if padded else (0, 0), 3, **options)
     for row, (ids, pad) in enumerate(zip(output.sequences, pads, strict=True)):
-        alone = probe.subject(ids[None, pad:-1], use_cache=False)[0].logits[0, PROMPT - pad - 1 :]
+        alone = probe.subject(ids[None, pad:-1], use_cache=False).logits[0, PROMPT - pad - 1 :]
         score = alone.double().log_softmax(-1).gather(1, ids[PROMPT:, None]).sum()
         probe.record_error(row, PROMPT - pad, float(abs(score - output.sequences_scores[row]) / abs(score)))
 
