@@ -42,7 +42,7 @@ def test_a_block_has_the_bytes_of_the_plan(mechanisms, changes, element):
     tails = sum(len(plan.inputs) if part == "input" else 1 for plan in plan_layers(asked) for part, *_ in plan.tails)
     assert raw <= page.size - page.history <= raw + 8 * (tails + 1)
     spans = [(one.offset, one.heads * one.width * 16 * element) for one in page.stores.values()]
-    spans = sorted([*spans, *((room.offset, room.size) for room in page.rooms.values())])
+    spans = sorted([*spans, *((room.start, len(room)) for room in page.rooms.values())])
     assert [first + size for first, size in spans[:-1]] == [first for first, _ in spans[1:]]
 
 

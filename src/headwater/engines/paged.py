@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from headwater.engines.pages import ALIGNED, Page, Room
+from headwater.engines.pages import ALIGNED, Page
 from headwater.nn.engine import AttentionLayer, Engine
 from headwater.nn.head_groups import join_groups, select_heads
 from headwater.nn.position import alibi_slopes
@@ -110,8 +110,8 @@ class RawTokens:
 
     def __init__(self, engine: PagedEngine, layer: int) -> None:
         self.engine = engine
-        room = engine.page.rooms.get(layer, Room(0, 0))  # default: a process whose heads keep no raw tokens
-        self.layer, self.free, self.end = layer, room.offset, room.offset + room.size
+        room = engine.page.rooms.get(layer, range(0))  # default: a process whose heads keep no raw tokens
+        self.layer, self.free, self.end = layer, room.start, room.stop
         self.offsets: dict[str, int] = {}
 
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:

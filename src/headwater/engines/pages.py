@@ -42,13 +42,6 @@ class Store(NamedTuple):
     offset: int
 
 
-class Room(NamedTuple):
-    """The raw tokens of one layer: `size` bytes, from byte `offset` of a block on."""
-
-    offset: int
-    size: int
-
-
 @dataclass(frozen=True)
 class Page:
     """One block of the cache.
@@ -78,8 +71,8 @@ class Page:
         return stores
 
     @cached_property
-    def rooms(self) -> dict[int, Room]:
-        """The room for raw tokens of each layer that has some."""
+    def rooms(self) -> dict[int, range]:
+        """The bytes of a block for the raw tokens of each layer that has some."""
         rooms, offset = {}, self.history
         for plan in self.plans:
             numbers = kept_numbers(self.config, plan)
@@ -88,7 +81,7 @@ class Page:
                 pieces = len(plan.inputs) if kind == "input" else 1  # attention's inputs are kept separately
                 size += pieces * self.tail_bytes(length, numbers[kind] // pieces, ID if kind == "id" else self.element)
             if size:
-                rooms[plan.index] = Room(offset, size)
+                rooms[plan.index] = range(offset, offset + size)
                 offset += size
         return rooms
 
@@ -108,7 +101,7 @@ class Page:
     @cached_property
     def size(self) -> int:
         """Bytes of a block."""
-        size = max(self.least, self.history + sum(room.size for room in self.rooms.values()))
+        size = max(self.least, self.history + sum(map(len, self.rooms.values())))
         return -(-size // ALIGNED) * ALIGNED
 
 
