@@ -18,7 +18,7 @@ from headwater.nn.attention_kernel import attention_kernel
 from headwater.nn.head_groups import join_groups, select_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from headwater.config.plan import Heads, LayerPlan
     from headwater.nn.attention import Attention
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 MOST_TOKENS = 2**15
 
 
-def needs_gathering(plan: LayerPlan) -> bool:
-    """Whether heads of this layer read anything but stored keys and values."""
-    return any(plan.all_layers[group.v].value_part != "v" for group in plan.groups)
+def needs_gathering(plans: Sequence[LayerPlan]) -> bool:
+    """Whether heads of any layer read anything but stored keys and values."""
+    return any(plan.all_layers[group.v].value_part != "v" for plan in plans for group in plan.groups)
 
 
 class Histories(NamedTuple):

@@ -72,7 +72,7 @@ class Server:
         element = next(model.parameters()).element_size()
         share = share or Portion(model.config)
         page = Page(share.narrow_config, share.plans, self.size, element, TAKEN_BACK)
-        kind = GatheringEngine if any(map(needs_gathering, share.plans)) else NaiveEngine
+        kind = GatheringEngine if needs_gathering(share.plans) else NaiveEngine
         self.engine = kind(page, share.slopes)
         self.prefix_blocks: dict[tuple[int, ...], int] = {}  # prefix -> its block
         self.block_count = 0

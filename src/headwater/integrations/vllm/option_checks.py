@@ -63,7 +63,7 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
             "pipeline_parallel_size.",
         ),
         (
-            parallel.world_size > 1 and any(map(needs_gathering, plan_layers(model.hf_config))),
+            parallel.world_size > 1 and needs_gathering(plan_layers(model.hf_config)),
             "headwater's plugin serves a model whose heads read latents, or keys as values, in one process only; leave "
             "out tensor_parallel_size.",
         ),
@@ -127,7 +127,7 @@ def _check_blocks(config: Any, cache: Any, device: str) -> None:
             "This model keeps raw tokens at the ends of blocks, so prefixes match by whole blocks; leave out "
             "prefix_match_unit."
         )
-    if any(map(needs_gathering, plan_layers(config))):
+    if needs_gathering(plan_layers(config)):
         return
     # FlashAttention supports the multiples of 8 up to 256.
     sizes = CPUAttentionBackend.get_supported_head_sizes() if device == "cpu" else list(range(8, 257, 8))

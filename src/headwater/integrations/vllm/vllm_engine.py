@@ -137,7 +137,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
 
 def choose_engine(device: str, plans: Sequence[LayerPlan]) -> type[PagedEngine]:
     """Choose how layers read their blocks on a device."""
-    if any(map(needs_gathering, plans)):
+    if needs_gathering(plans):
         return GatheringEngine
     return CPUEngine if device == "cpu" else FlashEngine
 
