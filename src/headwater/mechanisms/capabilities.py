@@ -152,9 +152,6 @@ class GroupsParameters(Protocol):
 class Processes(Protocol):
     """The server's processes that a model is split over, from the point of view of one of them."""
 
-    rank: int
-    size: int
-
     def add_up(self, x: Tensor) -> Tensor:
         """The sum of the processes' x."""
         ...

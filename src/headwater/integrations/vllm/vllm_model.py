@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
@@ -30,9 +29,6 @@ from headwater.util.errors import HeadwaterError
 
 class Ranks:
     """The processes of vLLM's tensor parallelism (`Processes`)."""
-
-    def __init__(self) -> None:
-        self.rank, self.size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
 
     def add_up(self, x: Tensor) -> Tensor:
         return tensor_model_parallel_all_reduce(x.contiguous())
@@ -59,9 +55,8 @@ class ServedModel(nn.Module, SupportsLoRA):
         if vllm_config.lora_config is not None and not any(name != HEAD for name, _ in model_linears(self.language)):
             raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
         # vLLM requires a layer number in every name.
-        self.processes = Ranks()
         shares = list_portions(self.config, vllm_config.parallel_config)
-        self.share = shares[self.processes.rank]
+        self.share = shares[get_tensor_model_parallel_rank()]
         name = "layers.0.blocks"
         self.blocks = Blocks(vllm_config, f"{prefix}.{name}" if prefix else name, self.share, shares)
 
@@ -102,7 +97,7 @@ class ServedModel(nn.Module, SupportsLoRA):
             missing.discard("lm_head.weight")
         if missing:
             raise HeadwaterError(f"The checkpoint has no weights for {', '.join(sorted(missing))}.")
-        split_model(self.language, self.share, self.processes)
+        split_model(self.language, self.share, Ranks())
         self.take_kernels()
         return {name for name, _ in self.named_parameters()}
 
