@@ -223,19 +223,15 @@ def split_attention(full: Attention, share: Portion, processes: Processes) -> At
 def _fill_parameters(portion: nn.Module, full: Mechanism, share: Portion, plan: LayerPlan) -> None:
     """Fill the parameters of a mechanism's module for this process's heads."""
     entries = share.divide_parameters(full, portion, plan)
-    targets = {name for name, _ in (*portion.named_parameters(), *portion.named_buffers())}
-    for name, tensor in (*full.named_parameters(), *full.named_buffers()):
-        if name not in targets:
-            continue
-        tensor = tensor.detach()
+    tensors = dict((*full.named_parameters(), *full.named_buffers()))
+    for name, target in [*portion.named_parameters(), *portion.named_buffers()]:
+        tensor = tensors[name].detach()
         if (chosen := entries.get(name)) is not None:
             tensor = tensor.index_select(chosen[0], torch.tensor(chosen[1], dtype=torch.long))
+        is_parameter = isinstance(target, nn.Parameter)
         owner, _, leaf = name.rpartition(".")
-        module = portion.get_submodule(owner)
-        if leaf in module._parameters:
-            module._parameters[leaf] = nn.Parameter(tensor.clone(), requires_grad=False)
-        else:
-            module._buffers[leaf] = tensor.clone()
+        value = nn.Parameter(tensor.clone(), requires_grad=False) if is_parameter else tensor.clone()
+        setattr(portion.get_submodule(owner), leaf, value)
 
 
 def select_rows(layer: nn.Linear, chosen: Tensor) -> nn.Linear:
