@@ -179,34 +179,19 @@ def source_of(config: Any, name: str, layer: int, head: int, kv: int) -> int:
 
 def layer_map(options: dict[str, Any], sources: Any, config: Any) -> list[int]:
     """The source of each layer in a map of layers."""
-    if isinstance(sources, list):
-        return sources
     depth = config.num_hidden_layers
-    sharing = choose_value(options["num_shared_layers"], depth // 2)
-    alike = [[i for i in range(depth) if config.slides(i) == slides] for slides in (False, True)]
-    kinds = options["layer_types"] or [config.slides(i) for i in range(depth)]
-
-    def first_of_group(layer: int) -> int:
-        """Find the first layer of the group in which this layer is, among the layers of its kind."""
-        number, size = alike[config.slides(layer)].index(layer), options["group_size"]
-        return alike[config.slides(layer)][number // size * size]
-
-    def of_its_kind(layer: int) -> int:
-        """Find the layer itself, or the last layer of its kind that shares nothing."""
-        source = layer if layer < depth - sharing else depth - sharing - 1
-        while kinds[source] != kinds[layer]:
-            source -= 1
-        return source
-
-    return [
-        {
-            "cross_layer": first_of_group(i),
-            "yoco": depth // 2 if i > depth // 2 else i,
-            "last": of_its_kind(i) if sources == "last" else i,
-            "own": i,
-        }[sources]
-        for i in range(depth)
-    ]
+    if sources == "yoco":
+        return [min(i, depth // 2) for i in range(depth)]
+    if sources == "cross_layer":  # the first layer of the group, among the layers of its kind
+        alike = [[j for j in range(depth) if config.slides(j) == config.slides(i)] for i in range(depth)]
+        size = options["group_size"]
+        return [alike[i][alike[i].index(i) // size * size] for i in range(depth)]
+    if sources == "last":  # of layers that share, the last layer of their kind that does not
+        start = depth - choose_value(options["num_shared_layers"], depth // 2)
+        kinds = options["layer_types"] or [config.slides(i) for i in range(depth)]
+        shared = [max(j for j in range(start) if kinds[j] == kinds[i]) for i in range(start, depth)]
+        return [*range(start), *shared]
+    return sources if isinstance(sources, list) else [*range(depth)]
 
 
 # The whole model
@@ -531,12 +516,14 @@ class Reference:
             return self.exclude_own_values(self.find_parameter(name, layer, "alpha"), outputs, values)
         return self.output_gate(layer, outputs) if name == "output_gate" and self.acts_in(options, layer) else outputs
 
+    def open_gate(self, name: str, layer: int) -> Tensor:
+        """Compute a mechanism's gate from the first channels of attention's input, [T, numbers of the gate]."""
+        weight, scale = self.find_parameter(name, layer, "gate.weight"), self.mechanisms[name]["scale"]
+        return scale * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
+
     def output_gate(self, layer: int, outputs: list[Tensor]) -> list[Tensor]:
-        weight = self.find_parameter("output_gate", layer, "gate.weight")
-        gates = (
-            self.mechanisms["output_gate"]["scale"] * (self.inputs[layer][:, : weight.shape[1]] @ weight.T).sigmoid()
-        )
-        return [gate * x for gate, x in zip(gates.chunk(len(outputs), dim=1), outputs, strict=True)]
+        gates = self.open_gate("output_gate", layer).chunk(len(outputs), dim=1)
+        return [gate * x for gate, x in zip(gates, outputs, strict=True)]
 
     def exclude_own_values(self, alpha: Tensor | None, outputs: list[Tensor], values: list[Tensor]) -> list[Tensor]:
         """Remove from each head's output its part along the token's own value."""
@@ -666,8 +653,8 @@ class Reference:
 
     def value_embedding(self, layer: int, v: ByHead) -> ByHead:
         c, options = self.config, self.mechanisms["value_embedding"]
-        names = ("up.weight", "gate.weight", "scalar", "table.weight")
-        up, gate, scalar, table = (self.find_parameter("value_embedding", layer, name) for name in names)
+        names = ("up.weight", "scalar", "table.weight")
+        up, scalar, table = (self.find_parameter("value_embedding", layer, name) for name in names)
         heads = list(v)
         if options["tables"] is not None:
             layers = sorted({*choose_value(options["layers"], range(c.num_hidden_layers))})
@@ -677,8 +664,8 @@ class Reference:
         rows = table[self.ids] if up is None else table[self.ids] @ up.T
         added = dict(zip(heads, rows.split(self.layer_config.head_dim, dim=1), strict=True))
         opened: Any = [1.0 if scalar is None else scalar[0]] * len(v)
-        if gate is not None:
-            opened = options["scale"] * (self.inputs[layer][:, : gate.shape[1]] @ gate.T).sigmoid().T[:, :, None]
+        if self.find_parameter("value_embedding", layer, "gate.weight") is not None:
+            opened = self.open_gate("value_embedding", layer).T[:, :, None]
         return {head: x + opened[i] * added[head] for i, (head, x) in enumerate(v.items())}
 
     def list_memories(self, options: dict[str, Any], target: str) -> Sequence[int]:
