@@ -26,12 +26,11 @@ def check_model(config: HeadwaterConfig, parallelism: Any, length: int) -> None:
             "A tied output head needs the embedding, which is in a pipeline's first stage; set "
             "tie_word_embeddings=false, or pipeline_parallel_degree to 1."
         )
-    heads = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
-    tensor, context = parallelism.tensor_parallel_degree > 1, parallelism.context_parallel_degree > 1
-    if heads > 1:
-        check_heads(config, tensor, context, heads)
-    if tensor:
-        _check_columns(config, parallelism.tensor_parallel_degree)
+    tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
+    if tensor * context > 1:
+        _check_heads(config, tensor, context)
+    if tensor > 1:
+        _check_columns(config, tensor)
 
 
 def _check_options(parallelism: Any) -> None:
@@ -90,12 +89,12 @@ def _check_columns(config: HeadwaterConfig, degree: int) -> None:
             )
 
 
-def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, processes: int) -> None:
-    """Raise `HeadwaterError` if the heads of attention cannot be split over this many processes."""
-    parallelisms = " and ".join(["tensor"] * tensor + ["context"] * context)
-    if config.num_key_value_heads % processes:
+def _check_heads(config: HeadwaterConfig, tensor: int, context: int) -> None:
+    """Raise `HeadwaterError` if the heads of attention cannot be split by these degrees."""
+    parallelisms = " and ".join(["tensor"] * (tensor > 1) + ["context"] * (context > 1))
+    if config.num_key_value_heads % (tensor * context):
         raise HeadwaterError(
-            f"{config.num_key_value_heads} key/value heads cannot be divided among {processes} processes of "
+            f"{config.num_key_value_heads} key/value heads cannot be divided among {tensor * context} processes of "
             f"{parallelisms} parallelism; lower its degree."
         )
     for name in config.mechanisms:
@@ -105,7 +104,7 @@ def check_heads(config: HeadwaterConfig, tensor: bool, context: bool, processes:
                 f"Mechanism {name!r} does not declare that heads and tokens can be split over processes; set per_head "
                 f"and per_token in its class (docs/extending.md), or train without {parallelisms} parallelism."
             )
-        if context and mechanism.needs_input_ids:
+        if context > 1 and mechanism.needs_input_ids:
             raise HeadwaterError(
                 f"Mechanism {name!r} reads token ids, but under context parallelism each process has only some of "
                 "them; set context_parallel_degree to 1."
