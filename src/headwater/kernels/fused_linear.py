@@ -8,9 +8,8 @@ Decoding is bound by reading the weights, and kernels differ in how fast they re
 - packed (bfloat16, if the generation may pack weights): the weight is laid out for oneDNN once; plain lays it out in
   each call.
 
-For a weight [2048, 768] and one row, two cores of an AMD EPYC (Zen 4) took 0.46 ms plain, 0.25 onednn and 0.19 pieces,
-in bfloat16 0.23 plain and 0.15 packed; those of an Intel Xeon with AMX 0.25 plain and 0.58 pieces. So each machine
-times them, by shape, dtype and number of rows (`headwater.kernels.autotune`).
+Pieces take 0.4 of plain's time on an AMD EPYC (Zen 4), and 2.3 on an Intel Xeon with AMX. So each machine times them,
+by shape, dtype and number of rows (`headwater.kernels.autotune`).
 """
 
 from collections.abc import Callable
@@ -48,11 +47,15 @@ def choose_linear(choices: Choices, module: nn.Linear, x: Tensor) -> LinearForm 
         trials = {name: partial(form, x, weight, bias) for name, form in forms.items()}
         fastest = find_fastest(operation, lambda: trials)
         return None if fastest == PLAIN else lambda module, x: forms[fastest](x, module.weight, module.bias)
-    pack, plain = _PACK, partial(linear, x, weight, bias)
+    pack = _PACK
     if choices.packs is None or pack is None or x.dtype is not torch.bfloat16 or not _has_bf16():
         return None
-    packed = lambda: partial(_run_onednn, x, pack(weight.detach()), bias)  # noqa: E731
-    if find_fastest(operation, lambda: {PLAIN: plain, "packed": packed()}) == PLAIN:
+
+    def make_forms() -> dict[str, Callable[[], Tensor]]:
+        packed = partial(_run_onednn, x, pack(weight.detach()), bias)
+        return {PLAIN: partial(linear, x, weight, bias), "packed": packed}
+
+    if find_fastest(operation, make_forms) == PLAIN:
         return None
     if module not in choices.packs:  # pack the weight once for all shapes of x
         choices.packs[module] = PackedLinear(weight)
