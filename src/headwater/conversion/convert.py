@@ -80,10 +80,7 @@ def finish_config(config: HeadwaterConfig) -> HeadwaterConfig:
 
 
 def blend_model(
-    model: HeadwaterForCausalLM,
-    mechanisms: Any = None,
-    num_key_value_heads: int | None = None,
-    weight: float = 0.0,
+    model: HeadwaterForCausalLM, mechanisms: Any = None, num_key_value_heads: int | None = None, weight: float = 0.0
 ) -> HeadwaterForCausalLM:
     """Return a copy of `model` whose keys and values are mixed with those of a model with these `mechanisms` and heads.
 

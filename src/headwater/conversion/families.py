@@ -477,14 +477,7 @@ def _layer_types(config: HeadwaterConfig) -> list[str]:
 
 
 # Fields of initialization and serving, which do not change a model's function.
-_BESIDE = {
-    "layer_types",
-    "materialise",
-    "scaled_residual_init",
-    "embedding_range",
-    "linear_init",
-    "initializer_seed",
-}
+_BESIDE = {"layer_types", "materialise", "scaled_residual_init", "embedding_range", "linear_init", "initializer_seed"}
 
 
 def _make_comparable(config: HeadwaterConfig, name: str) -> Any:

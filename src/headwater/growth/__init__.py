@@ -4,11 +4,4 @@ from headwater.growth.grow import grow, grown_config
 from headwater.growth.methods import GrowthOptions
 from headwater.growth.parameter_tokens import importance, pairs_of, shrink
 
-__all__ = [
-    "GrowthOptions",
-    "grow",
-    "grown_config",
-    "importance",
-    "pairs_of",
-    "shrink",
-]
+__all__ = ["GrowthOptions", "grow", "grown_config", "importance", "pairs_of", "shrink"]

@@ -93,10 +93,7 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
 
 
 def shrink(
-    model: Model,
-    weights: Sequence[dict[Map, Tensor]],
-    attention_pairs: int | None = None,
-    ffn_pairs: int | None = None,
+    model: Model, weights: Sequence[dict[Map, Tensor]], attention_pairs: int | None = None, ffn_pairs: int | None = None
 ) -> Model:
     """Keep only the pairs that matter most, in their order.
 

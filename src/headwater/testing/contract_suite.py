@@ -42,15 +42,7 @@ from headwater.testing.model_measures import (
 )
 from headwater.testing.naive import Reference
 from headwater.testing.served import Server, make_prompts
-from headwater.testing.small_models import (
-    assert_near,
-    config,
-    decode,
-    disturb,
-    document_positions,
-    shared,
-    tokens,
-)
+from headwater.testing.small_models import assert_near, config, decode, disturb, document_positions, shared, tokens
 from headwater.testing.trees import Tree, batch_trees, slice_tokens
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision

@@ -58,10 +58,7 @@ def _compare_bytes(probe: Probe) -> None:
     probe.record_error(0, PROMPT - 1, abs(cache_bytes(feed.cache) - planned) / planned)
 
 
-OWN_WAYS = [
-    Way("materialised", _decode_materialised),
-    Way("cache bytes", _compare_bytes),
-]
+OWN_WAYS = [Way("materialised", _decode_materialised), Way("cache bytes", _compare_bytes)]
 
 
 def ways_of(model: PreTrainedModel) -> list[Way]:
@@ -72,11 +69,7 @@ def ways_of(model: PreTrainedModel) -> list[Way]:
     return [*(packing if way.name == packing.name else way for way in WAYS), *OWN_WAYS]
 
 
-def verify(
-    model: PreTrainedModel,
-    seed: int = 0,
-    ways: Collection[str] | None = None,
-) -> list[Verified]:
+def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None = None) -> list[Verified]:
     """Compare every way of decoding with one uncached forward pass of the same tokens.
 
     Differences are tried again with other texts, and count only if they recur.
