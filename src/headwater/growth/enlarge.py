@@ -232,7 +232,7 @@ class Moves:
             source = torch.tensor(way.source, device=x.device)
             view = _shape_along(dim, dims)
             x = x.index_select(dim, source.clamp(min=0))
-            counts = torch.bincount(source[source >= 0], minlength=int(source.max()) + 1)[source.clamp(min=0)]
+            counts = torch.bincount(source[source >= 0])[source.clamp(min=0)]
             if axis.reads and power == 0 and bool((counts > 1).any()):
                 spread = (dim, source)
             x = x * _scale_copies(axis, way, counts.to(wide).reciprocal().view(view), power)
@@ -256,7 +256,7 @@ class Moves:
         drawn = torch.randn(x.shape, generator=draw).to(x) * self.growth.noise
         along = _shape_along(dim, x.dim())
         sources, is_copy = source.clamp(min=0), (source >= 0).to(x)
-        counts = torch.zeros(int(sources.max()) + 1, device=x.device).to(x).index_add(0, sources, is_copy).clamp(min=1)
+        counts = torch.bincount(source[source >= 0]).to(x).clamp(min=1)
         sums = x.new_zeros([len(counts) if axis == dim else size for axis, size in enumerate(x.shape)])
         means = sums.index_add(dim, sources, drawn * is_copy.view(along)) / counts.view(along)
         # Subtracting the mean of n numbers shrinks their variance by (n - 1) / n.

@@ -80,12 +80,12 @@ def add_pairs(model: Model, growth: GrowthOptions) -> Model:
         draw = generator(model.config.initializer_seed, names[module], pairs)
         # New rows are initialized as in a fresh model of the new size, whose fan-in differs.
         module.key_std, module.value_std = Pattention.find_stds(options, model.config, name, width, pairs)
-        added = {name: module.initial_value(name, draw, extra) for name in ("key", "value")}
+        new_keys, new_values = (module.initial_value(parameter, draw, extra) for parameter in ("key", "value"))
         if growth.key_init == "zero":
-            added["key"].zero_()
-        old = module.keys, module.values
-        new_key, new_value = (torch.cat((a, b.to(a))) for a, b in zip(old, added.values(), strict=True))
-        module.set_pairs(new_key, new_value, frozen=module.n if growth.freeze and extra else 0)
+            new_keys.zero_()
+        keys = torch.cat((module.keys, new_keys.to(module.keys)))
+        values = torch.cat((module.values, new_values.to(module.values)))
+        module.set_pairs(keys, values, frozen=module.n if growth.freeze and extra else 0)
         if growth.tau == "recompute" and extra:
             module.scale.set_tau(default_tau(module.score, module.score_count))
     _settle_config(grown, new, options_of(config)["frozen"])
