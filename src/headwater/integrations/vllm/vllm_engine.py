@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,12 +119,11 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         page = self.engine.page
         fields = dict(block_size=page.block_size, num_kv_heads=1, head_size=page.size, head_size_v=0, dtype=torch.uint8)
         fields |= dict(tokens_per_state=page.block_size)
-        config = self.config
-        layers = range(config.num_hidden_layers)
-        windows = {layer_config(config, layer).sliding_window or 0 for layer in layers}
+        layers = range(self.config.num_hidden_layers)
+        windows = {layer_config(self.config, layer).sliding_window or 0 for layer in layers}
         if len(windows) > 1 or 0 in windows:
             return FullAttentionSpec(**fields)
-        looks_back = 1 + max(plan.tail for plan in plan_layers(config))
+        looks_back = 1 + max(plan.tail for plan in plan_layers(self.config))
         return SlidingWindowSpec(**fields, sliding_window=max(looks_back, *windows))
 
     def step(self, tokens: int) -> None:
@@ -145,10 +145,6 @@ def choose_engine(device: str, plans: Sequence[LayerPlan]) -> type[PagedEngine]:
 class CPUEngine(KernelEngine):
     """`KernelEngine` with vLLM's kernel for CPUs."""
 
-    def __init__(self, page: Page, slopes: Tensor | None = None) -> None:
-        super().__init__(page, slopes)
-        self.orders: dict[tuple[torch.dtype, int], tuple[Tensor, Tensor]] = {}
-
     def choose_isa(self, dtype: torch.dtype, width: int) -> str:
         return _get_attn_isa(dtype, self.page.block_size, width, "auto")
 
@@ -162,28 +158,10 @@ class CPUEngine(KernelEngine):
             return
         for kind, x in (("k", k), ("v", v)):
             if x.shape[1]:
-                order = self.find_order(x.dtype, x.shape[2])[kind == "v"]
+                order = find_order(x.dtype, self.page.block_size, x.shape[2])[kind == "v"]
                 memory = self.view_store(layer, kind, x.dtype).flatten(2)
                 heads = torch.arange(x.shape[1])[:, None]
                 memory[batch.token_blocks[:, None, None], heads, order[batch.token_offsets][:, None]] = x
-
-    def find_order(self, dtype: torch.dtype, width: int) -> tuple[Tensor, Tensor]:
-        """Find where the kernel puts each channel of keys and of values in a block of one head, [block_size, d].
-
-        It always writes both, for equally many heads; where a layer stores only one, headwater writes it. The order
-        depends on the machine, so it is found by writing numbers and reading them.
-        """
-        if (dtype, width) not in self.orders:
-            size, isa = self.page.block_size, self.choose_isa(dtype, width)
-            slots = torch.arange(size * width).view(size, 1, width)
-            numbers = torch.zeros(2, size * width, dtype=torch.long)
-            for digit in range(4):  # half precision is exact only up to 256, so write the indices in digits
-                digits = (slots >> 6 * digit & 63).to(dtype)
-                written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
-                kernels.cpu_attn_reshape_and_cache(digits, digits, *written, torch.arange(size), isa)
-                numbers += torch.stack([x.flatten() for x in written]).long() << 6 * digit
-            self.orders[dtype, width] = tuple(x.argsort().view(size, width) for x in numbers)
-        return self.orders[dtype, width]
 
     def read_heads(self, attention: AttentionLayer, q: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
         batch, q = self.batch, q.contiguous()
@@ -207,3 +185,21 @@ class CPUEngine(KernelEngine):
             s_aux=None,
         )
         return out
+
+
+@cache
+def find_order(dtype: torch.dtype, size: int, width: int) -> list[Tensor]:
+    """Find where the kernel puts each channel of keys and of values in a block of one head, [size, width] each.
+
+    It always writes both, for equally many heads; where a layer stores only one, headwater writes it. The order
+    depends on the machine, so it is found by writing numbers and reading them.
+    """
+    isa = _get_attn_isa(dtype, size, width, "auto")
+    slots = torch.arange(size * width).view(size, 1, width)
+    numbers = torch.zeros(2, size * width, dtype=torch.long)
+    for digit in range(4):  # half precision is exact only up to 256, so write the indices in digits
+        digits = (slots >> 6 * digit & 63).to(dtype)
+        written = [torch.zeros(1, 1, size, width, dtype=dtype) for _ in range(2)]
+        kernels.cpu_attn_reshape_and_cache(digits, digits, *written, torch.arange(size), isa)
+        numbers += torch.stack([x.flatten() for x in written]).long() << 6 * digit
+    return [x.argsort().view(size, width) for x in numbers]
