@@ -47,7 +47,16 @@ class _TailMixin(CacheLayerMixin):
         if name not in self.tails:
             self.tail_lengths[name] = length
             self.tails[name] = x.new_zeros(*x.shape[:2], length, x.shape[3])
-        tail = self.swap(name, x, length)
+        tail = self.tails[name]
+        knows_length = not torch.compiler.is_compiling()  # while tracing, the length is not fixed
+        if self.record_past:
+            self.tails[name] = torch.cat((tail, x), dim=2)
+        elif knows_length and x.shape[2] == length:
+            self.tails[name] = x
+        else:
+            tokens = (x if knows_length and x.shape[2] > length else torch.cat((tail, x), dim=2))[:, :, -length:]
+            # Clone a slice of a long input, which would otherwise keep the whole prefill in memory.
+            self.tails[name] = tokens if x.shape[2] == 1 else tokens.clone()
         return tail if everything or tail.shape[2] == length else tail[:, :, -length:]
 
     def positions(self) -> Tensor | None:
@@ -58,19 +67,6 @@ class _TailMixin(CacheLayerMixin):
     def put_positions(self, position_ids: Tensor, batch: int, length: int) -> None:
         """Store the positions [B or 1, T] of the tokens that come next."""
         self.update_tail(POSITIONS, (position_ids + 1).expand(batch, -1)[:, None, :, None], length)
-
-    def swap(self, name: str, x: Tensor, length: int) -> Tensor:
-        """Replace the tail by the end of x, and return the old tail."""
-        tail = self.tails[name]
-        if self.record_past:
-            self.tails[name] = torch.cat((tail, x), dim=2)
-        elif not torch.compiler.is_compiling() and x.shape[2] == length:  # while tracing, the length is not fixed
-            self.tails[name] = x
-        else:
-            tokens = _keep_last(tail, x, length)
-            # Clone a slice of a long input, which would otherwise keep the whole prefill in memory.
-            self.tails[name] = tokens if x.shape[2] == 1 else tokens.clone()
-        return tail
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         self.tails = {name: fn(tail) for name, tail in self.tails.items()}
@@ -207,9 +203,7 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().map_tails(fn)
-        for growing, stored in zip(
-            self.growing, (self.keys, self.values), strict=True
-        ):  # keys and values have been replaced as well
+        for growing, stored in zip(self.growing, (self.keys, self.values), strict=True):  # replaced as well
             growing.release_memory(stored)
 
     def get_seq_length(self) -> int:
@@ -509,12 +503,6 @@ def _list_pieces(tensor: Any) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [piece for name in names for piece in _list_pieces(getattr(tensor, name))]
-
-
-def _keep_last(tail: Tensor, x: Tensor, length: int) -> Tensor:
-    """Keep the last `length` tokens of x, preceded by those of `tail` if x is shorter."""
-    enough = not torch.compiler.is_compiling() and x.shape[2] >= length
-    return (x if enough else torch.cat((tail, x), dim=2))[:, :, -length:]
 
 
 def _mark_static(tensor: Tensor) -> None:
