@@ -225,21 +225,11 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        methods = (
-            cls.transform_projections,
-            cls.transform_attention_input,
-            cls.transform_attention_output,
-            cls.transform_feed_forward_input,
-            cls.transform_feed_forward_hidden,
-            cls.transform_feed_forward_output,
-        )
-
         def amend(plan: LayerPlan) -> LayerPlan:
             sizes, back = cls.sizes_of(options, layer_config(config, plan.index), plan), options["window"] - 1
-            for method in methods:
-                names = [name for name in sizes if stage_of(name) is Stage.of(method)]
-                if names:
-                    plan = plan.acting(cls, method, [((PARTS | HIDDEN).get(name, "x"), back) for name in names])
+            for stage in dict.fromkeys(map(stage_of, sizes)):
+                tails = [((PARTS | HIDDEN).get(name, "x"), back) for name in sizes if stage_of(name) is stage]
+                plan = plan.acting(cls, getattr(cls, stage.value), tails)
             return plan
 
         amended = [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
