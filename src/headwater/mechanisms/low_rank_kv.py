@@ -11,6 +11,8 @@ Departures: keys and values have one vector in common, as in `mla`, and all head
 one for the values of each group of heads.
 """
 
+from typing import Self
+
 import torch
 from torch import Tensor, nn
 
@@ -69,7 +71,8 @@ class LowRankKV(Mechanism):
     @classmethod
     def validate_options(cls, options: OptionValues, config: HeadwaterConfig) -> None:
         check_least(cls, options, heads=1)
-        most = min(layer_config(config, layer).num_key_value_heads for layer in range(config.num_hidden_layers))
+        layers = [layer_config(config, layer) for layer in config.kinds.values()]
+        most = min(layer.num_key_value_heads for layer in layers)
         if options["heads"] is not None and options["heads"] > most:
             raise HeadwaterError(
                 f"Mechanism 'low_rank_kv': heads must be at most the {most} heads that keys have, which is half of the "
@@ -77,8 +80,7 @@ class LowRankKV(Mechanism):
             )
         if config.position == "rope" and not config.is_causal:
             raise HeadwaterError("Mechanism 'low_rank_kv' has no RoPE of images; set position to learned.")
-        layers = (layer_config(config, layer) for layer in range(config.num_hidden_layers))
-        kinds = {(layer.rope_parameters or {}).get("rope_type") for layer in layers if layer.position == "rope"}
+        kinds = {(layer.rope_parameters or {}).get("rope_type") for layer in layers}
         for kind in sorted(kinds & {*FOLLOW_LENGTH}):
             raise HeadwaterError(
                 f"Mechanism 'low_rank_kv' rotates keys when they are read, and the frequencies of rope_type {kind!r} "
@@ -88,7 +90,7 @@ class LowRankKV(Mechanism):
     @classmethod
     def count_heads(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """The width of the cached vector, in heads."""
-        return int(options["heads"] or config.num_key_value_heads or 0)
+        return options["heads"] or config.num_key_value_heads
 
     @classmethod
     def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
@@ -105,17 +107,15 @@ class LowRankKV(Mechanism):
         return [plan.acting(cls, cls.transform_attended_kv) for plan in plans]
 
     @classmethod
-    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> "LowRankKV":
-        d = int(config.head_dim or 0)
-        return cls(plan.latent_heads * d, len(plan.attends), d, config.qkv_bias)
+    def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
+        return cls(plan.latent_heads * config.head_dim, len(plan.attends), config.head_dim, config.qkv_bias)
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
-        made, rank = 2 * len(plan.attends) * int(config.head_dim or 0), plan.latent_heads * int(config.head_dim or 0)
+        numbers, rank = 2 * len(plan.attends) * config.head_dim, plan.latent_heads * config.head_dim
         angles = 2 * config.rotary_dim if config.position == "rope" else 0
-        normed = config.qk_norm * made // 2
-        biases = config.qkv_bias * made
-        return Cost(parameters=made * rank + biases, flops=2 * made * rank, saved=made + angles + normed)
+        saved = numbers + angles + config.qk_norm * numbers // 2
+        return Cost(numbers * rank + config.qkv_bias * numbers, 2 * numbers * rank, saved)
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """k: the vectors, as heads [B, n, S, d]."""

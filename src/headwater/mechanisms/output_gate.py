@@ -93,10 +93,8 @@ class OutputGate(Mechanism):
     @classmethod
     def find_sizes(cls, options: OptionValues, config: HeadwaterConfig) -> tuple[int, int]:
         """Return the number of channels of x that a layer's gate reads, and of numbers that it gives."""
-        by_channel = options["granularity"] == "channel"
-        return options["channels"] or config.hidden_size, config.num_attention_heads * (
-            config.head_dim if by_channel else 1
-        )
+        numbers_per_head = config.head_dim if options["granularity"] == "channel" else 1
+        return options["channels"] or config.hidden_size, config.num_attention_heads * numbers_per_head
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
