@@ -183,24 +183,24 @@ def prefill_flops(config: HeadwaterConfig, tokens: int, causal: bool = True) -> 
     """
     plans = plan_layers(config)
     first_layer = output_only_from(config, plans)
-    configs = [layer_config(config, plan.index) for plan in plans]
-    # Number of tokens that the last token attends to.
-    attended = [min(tokens, c.sliding_window or tokens) if causal else tokens for c in configs]
-    below = _layer_flops(
-        config, plans[:first_layer], [attended_tokens(c, tokens, causal) for c in configs[:first_layer]]
-    )
-    above = _layer_flops(config, plans[first_layer:], attended[first_layer:])
-    again = sum(_expansion_flops(config, plans[i], attended[i] - 1) for i in range(first_layer, len(plans)))
+    attended = [attended_tokens(layer_config(config, i), tokens, causal) for i in range(first_layer)]
+    for_all = sum(_layer_flops(config, plans[:first_layer], attended).values()) + _count_shared(config).flops
     head = 2.0 * config.hidden_size * config.vocab_size
-    return tokens * (sum(below.values()) + _count_shared(config).flops) + sum(above.values()) + again + head
+    return tokens * for_all + _last_token_flops(config, plans[first_layer:], tokens) + head
 
 
 def decoding_flops(config: HeadwaterConfig, tokens: int) -> float:
-    """FLOPs of generating the token after `tokens` tokens, of which the last is not in the cache yet.
+    """FLOPs of generating the token after `tokens` tokens, of which the last is not in the cache yet."""
+    ends = 2.0 * config.hidden_size * config.vocab_size + _count_shared(config).flops
+    return ends + _last_token_flops(config, plan_layers(config), tokens)
+
+
+def _last_token_flops(config: HeadwaterConfig, plans: Sequence[LayerPlan], tokens: int) -> float:
+    """FLOPs of some of the blocks for the last of `tokens` tokens, with the others in the cache.
 
     Mechanisms that make keys and values of what is cached make those of all attended tokens again.
     """
-    plans, flops = plan_layers(config), 2.0 * config.hidden_size * config.vocab_size + _count_shared(config).flops
+    flops = 0.0
     for plan in plans:
         attended = min(tokens, layer_config(config, plan.index).sliding_window or tokens)
         flops += sum(_layer_flops(config, [plan], [attended]).values()) + _expansion_flops(config, plan, attended - 1)
