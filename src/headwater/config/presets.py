@@ -23,8 +23,7 @@ class Preset:
 
     name: as `preset` takes it.
     fields: as under `model` in a recipe, with `base: gpt2` or `base: vit` for other defaults.
-    paper: its source. note:
-    which variant it is, and why its parameters differ from the paper's figure.
+    paper: its source. note: which variant it is, and why its parameters differ from the paper's figure.
     reported: its parameters as the paper prints them; None if it prints none.
     """
 

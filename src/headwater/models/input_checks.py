@@ -29,9 +29,11 @@ class CachedLayer(NamedTuple):
 
 def check_position_count(position_ids: Tensor | None, length: int) -> None:
     """Check that there is a position for each of the `length` new tokens, in rows."""
-    if position_ids is not None and position_ids.ndim != 2:
+    if position_ids is None:
+        return
+    if position_ids.ndim != 2:
         raise HeadwaterError(f"position_ids has {position_ids.ndim} dimensions; pass rows of positions, [B or 1, T].")
-    if position_ids is not None and not torch.compiler.is_compiling() and position_ids.shape[-1] != length:
+    if not torch.compiler.is_compiling() and position_ids.shape[-1] != length:
         raise HeadwaterError(
             f"position_ids has {position_ids.shape[-1]} positions, but the input has {length} tokens; pass one for "
             "each token."
