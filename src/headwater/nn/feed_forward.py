@@ -33,15 +33,11 @@ class FeedForward(JoinsLinears):
         joined = self.apply_joined(x)
         if joined is None and change is None and not torch.is_grad_enabled():  # frees gate(x) before up(x) is computed
             inner = self.act(apply_linear(self.gate_proj or self.up_proj, x))
-            return apply_linear(
-                self.down_proj, inner if self.gate_proj is None else inner * apply_linear(self.up_proj, x)
-            )
-        if joined is not None:
-            hidden = Hidden(*joined)
-        elif self.gate_proj is None:
-            hidden = Hidden(None, apply_linear(self.up_proj, x))
-        else:
-            hidden = Hidden(apply_linear(self.gate_proj, x), apply_linear(self.up_proj, x))
+            inner = inner if self.gate_proj is None else inner * apply_linear(self.up_proj, x)
+            return apply_linear(self.down_proj, inner)
+        if joined is None:
+            joined = [None if layer is None else apply_linear(layer, x) for layer in self.list_joinable()]
+        hidden = Hidden(*joined)
         gate, up = hidden if change is None else change(hidden)
         factors = (up, None) if gate is None else (gate, up)
         return apply_activation(self.act, *factors, partial(apply_linear, self.down_proj))
