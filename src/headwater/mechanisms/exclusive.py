@@ -24,6 +24,7 @@ from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import (
     check_layers,
     check_own_values,
+    find_value_slots,
     identity_with,
     is_chosen,
     join_heads,
@@ -102,15 +103,10 @@ class Exclusive(KeepsPrecision, Mechanism):
         check_own_values(cls, plans)
 
         def amend(plan: LayerPlan) -> LayerPlan:
-            sources = (source for source in cls.list_sources(plan) if source.layer != plan.index)
+            sources = (Source("local", "v", group.v) for group in plan.groups if group.v != plan.index)
             return plan.acting(cls, cls.transform_head_outputs).reading(*sources)
 
         return [amend(plan) if is_chosen(plan.index, options) else plan for plan in plans]
-
-    @classmethod
-    def list_sources(cls, plan: LayerPlan) -> tuple[Source, ...]:
-        """The values of the new tokens that each group of heads attends to."""
-        return tuple(Source("local", "v", group.v) for group in plan.groups)
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
@@ -121,9 +117,8 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        slots = (plan.slot(source) for source in cls.list_sources(plan))
-        value_slots = tuple((slot, group.v_heads) for slot, group in zip(slots, plan.groups, strict=True))
-        return cls(config.num_attention_heads * options["learnable"], value_slots=value_slots)
+        heads = config.num_attention_heads * options["learnable"]
+        return cls(heads, value_slots=find_value_slots(plan, "local"))
 
     # Capabilities
 

@@ -16,13 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from headwater.config.plan import Heads, LayerPlan, Source, Stage
+from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_own_values, identity_with, join_heads, keep_options
+from headwater.mechanisms.receivers import check_own_values, find_value_slots, identity_with, join_heads, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)
@@ -91,7 +91,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
             return plan.acting(cls, cls.transform_head_outputs).reading(FIRST, *sources)
 
         amended = [amend(plan) for plan in plans]
-        if not any(cls.registered_name() in plan.at(Stage.HEAD_OUTPUTS) for plan in amended):
+        if amended == plans:
             raise HeadwaterError(
                 "Mechanism 'neutreno' adds V_0 - V_l, and every layer attends to V_0 itself; remove neutreno, or what "
                 "shares the values, or add layers."
@@ -106,7 +106,7 @@ class NeuTRENO(KeepsPrecision, Mechanism):
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        value_slots = tuple((plan.slot(Source("raw", "v", group.v)), group.v_heads) for group in plan.groups)
+        value_slots = find_value_slots(plan, "raw")
         return cls(options["weight"], options["learnable"], first_slot=plan.slot(FIRST), value_slots=value_slots)
 
     # Capabilities

@@ -1,13 +1,13 @@
 """Helpers of mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and
 capabilities."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from headwater.config.plan import Heads, LayerPlan
+from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
@@ -74,6 +74,16 @@ def layers_with_values(
             "does this."
         )
     return [layer for layer in layers if layer not in lacking]
+
+
+def list_acting_layers(mechanism: type[Mechanism], plans: Iterable[LayerPlan]) -> list[int]:
+    """List the layers in which a mechanism acts."""
+    return [plan.index for plan in plans if any(name == mechanism.registered_name() for _, name in plan.acts)]
+
+
+def find_value_slots(plan: LayerPlan, kind: Literal["raw", "local"]) -> tuple[tuple[int, Heads], ...]:
+    """Find where `join_heads` takes the values that each head attends to: each source's slot, and which heads."""
+    return tuple((plan.slot(Source(kind, "v", group.v)), group.v_heads) for group in plan.groups)
 
 
 def check_own_values(mechanism: type[Mechanism], plans: Sequence[LayerPlan]) -> None:

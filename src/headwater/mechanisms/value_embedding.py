@@ -13,14 +13,13 @@ addition. W starts at 0, which gives g = s/2, as in nanochat's first versions; i
 [0, 0.02). Tables are initialized normal with standard deviation 1/√D, that of the uniform numbers in nanochat.
 """
 
-from collections.abc import Sequence
 from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Heads, LayerPlan, Source, Stage, choose_heads
+from headwater.config.plan import Heads, LayerPlan, Source, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
@@ -34,6 +33,7 @@ from headwater.mechanisms.receivers import (
     identity_with,
     is_chosen,
     layers_with_values,
+    list_acting_layers,
 )
 from headwater.util.errors import HeadwaterError
 
@@ -196,14 +196,9 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
-        """List the layers in which the mechanism acts."""
-        return [plan.index for plan in plans if cls.registered_name() in plan.at(Stage.QKV)]
-
-    @classmethod
     def shared_numbers(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """Count the numbers in a row of a shared table: those of the values in each layer that reads it."""
-        reader = layer_config(config, cls.list_receivers(plan_layers(config))[0])
+        reader = layer_config(config, list_acting_layers(cls, plan_layers(config))[0])
         return options["rank"] or reader.num_key_value_heads * reader.head_dim
 
     @classmethod
@@ -212,7 +207,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         shared: tuple[int, int, Heads] = (0, 0, None)
         if tables is not None:
             heads = None if options["rank"] else choose_heads(plan.v_heads, all_heads)
-            shared = plan.slot(SHARED), cls.list_receivers(plan.all_layers).index(plan.index) % tables, heads
+            shared = plan.slot(SHARED), list_acting_layers(cls, plan.all_layers).index(plan.index) % tables, heads
         return cls(
             len(plan.v_heads),
             config.head_dim,
@@ -248,7 +243,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
         # Layers that add nothing at first get no table. Otherwise shared tables would go to other layers.
-        acting = cls.list_receivers(plan_layers(config))
+        acting = list_acting_layers(cls, plan_layers(config))
         layers = [growth.first_copy(layer) for layer in acting] if growth.silent else growth.list_copies(acting)
         return options | {"layers": layers} if growth.deepens else options
 

@@ -32,7 +32,13 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_receivers, join_heads, list_receivers, move_receivers
+from headwater.mechanisms.receivers import (
+    check_receivers,
+    join_heads,
+    list_acting_layers,
+    list_receivers,
+    move_receivers,
+)
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError, check_known
 
@@ -252,11 +258,6 @@ class ValueResidual(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def list_receivers(cls, plans: Sequence[LayerPlan]) -> list[int]:
-        """List the layers in which a model's value residual acts."""
-        return [plan.index for plan in plans if any(name == cls.registered_name() for _, name in plan.acts)]
-
-    @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:
         sources = len(cls.sources_of(options, plan, plan.all_layers)) if options["mode"] == "dense" else 1
         count = {"learnable": 2, "learnable_plus": 1, "dense": sources + 1}.get(options["mode"], 0)
@@ -285,7 +286,7 @@ class ValueResidual(KeepsPrecision, Mechanism):
                 for s in reads
             ),
             plus=plan.slot(SHARED) if options["mode"] == "learnable_plus" else 0,
-            receiver=cls.list_receivers(plans).index(plan.index),
+            receiver=list_acting_layers(cls, plans).index(plan.index),
         )
 
     # Capabilities
@@ -298,17 +299,17 @@ class ValueResidual(KeepsPrecision, Mechanism):
     def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> nn.Module | None:
         if options["mode"] != "learnable_plus":
             return None
-        return PlusWeights(cls.list_receivers(plan_layers(config)), config.num_hidden_layers, options["plus_init"])
+        return PlusWeights(list_acting_layers(cls, plan_layers(config)), config.num_hidden_layers, options["plus_init"])
 
     @classmethod
     def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
         if options["mode"] != "learnable_plus":
             return Cost()
-        return Cost(parameters=len(cls.list_receivers(plan_layers(config))) + 1)
+        return Cost(parameters=len(list_acting_layers(cls, plan_layers(config))) + 1)
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        acting, depth = cls.list_receivers(plan_layers(config)), config.num_hidden_layers
+        acting, depth = list_acting_layers(cls, plan_layers(config)), config.num_hidden_layers
         if options["mode"] == "learnable_plus" and growth.silent:  # leave layers that add nothing out of the budget
             layers = [growth.first_copy(layer) for layer in acting]
             return options | {"source": growth.first_copy(options["source"]), "layers": layers}
