@@ -313,7 +313,7 @@ class Pattention(Mechanism):
 
     @classmethod
     def with_pairs(cls, options: OptionValues, counts: dict[Map, int]) -> OptionValues:
-        """The options that give each map counts[map] pairs, in their shortest form: the inverse of `pairs`."""
+        """The options that give each map counts[map] pairs, in their shortest form: the inverse of `count_pairs`."""
         fields: dict[str, int | None] = {f"{name}_pairs": n for name, n in counts.items() if name != "feed_forward"}
         fields["attention_pairs"] = None
         if len({n for name, n in counts.items() if name != "feed_forward"}) == 1:
@@ -414,8 +414,8 @@ class Pattention(Mechanism):
 
     def build_twin(self) -> nn.Module:
         """Build an MLP with a unit for each pair: linear, GELU, linear. Without `top_k` it has the same matmuls."""
-        (d_in, d_out), bias = (self.key.shape[1], self.value.shape[1]), False
-        return nn.Sequential(nn.Linear(d_in, self.n, bias=bias), nn.GELU(), nn.Linear(self.n, d_out, bias=bias))
+        up = nn.Linear(self.key.shape[1], self.n, bias=False)
+        return nn.Sequential(up, nn.GELU(), nn.Linear(self.n, self.value.shape[1], bias=False))
 
 
 class Tau(KeepsPrecision):
