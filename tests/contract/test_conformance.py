@@ -7,7 +7,7 @@ import textwrap
 import pytest
 import torch
 
-from headwater.config import text
+from headwater.config import options as config_options
 from headwater.config.options import parse_options
 from headwater.testing import Case, Contract, Reference
 from references import run_check
@@ -330,6 +330,6 @@ def test_one_that_loses_its_options_on_save_fails(mine, tmp_path, monkeypatch):
     """What the config was made with is kept in memory, and what is read back is something else."""
     name = mine()
     lost = []
-    monkeypatch.setattr(text, "parse_options", lambda kind, given: parse_options(kind, {} if lost else given))
+    monkeypatch.setattr(config_options, "parse_options", lambda kind, given: parse_options(kind, {} if lost else given))
     failed = failures(name, {"back": 2}, tmp_path, then=lambda: lost.append(True), tests=["round", "save_and"])
     assert set(failed) == {"test_config_round_trip", "test_save_and_load"}

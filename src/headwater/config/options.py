@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from huggingface_hub.errors import StrictDataclassError
 
+from headwater.config.capabilities import CompletesOptions
 from headwater.util.errors import HeadwaterError, either, nearest
 
 
@@ -31,6 +32,12 @@ def parse_options(mechanism: type[Any], options: dict[str, Any] | None) -> dict[
         if isinstance(value, float) and not isfinite(value):
             raise HeadwaterError(f"Mechanism {name!r}: {key} must be a finite number, not {value}.")
     return asdict(kind(**options))
+
+
+def complete_options(mechanism: type[Any], options: dict[str, Any] | None, config: Any) -> dict[str, Any]:
+    """Fill in all defaults of `options`, those that follow from the config too. Raises `HeadwaterError`."""
+    parsed = parse_options(mechanism, options)
+    return mechanism.complete_options(parsed, config) if isinstance(mechanism, CompletesOptions) else parsed
 
 
 def describe_type(hint: Any) -> str:

@@ -11,9 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from headwater.config import auto_map
-from headwater.config.capabilities import CompletesOptions
 from headwater.config.layers import MOST, MOST_ANYWHERE, cache_types, complete_sliding, layer_config
-from headwater.config.options import parse_options
+from headwater.config.options import complete_options
 from headwater.config.rope import check_rope, complete_rope
 from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
 from headwater.util.errors import HeadwaterError, check_known, find_misspelt, find_unusable, sentence, shown
@@ -303,10 +302,8 @@ class HeadwaterConfig(PreTrainedConfig):
         mechanisms = as_mapping(self.mechanisms) or {}
         completed = {}
         for name, options in mechanisms.items():
-            mechanism = resolve(registered := _name_of(str(name)))
-            parsed = parse_options(mechanism, options)
-            completes = isinstance(mechanism, CompletesOptions)
-            completed[registered] = mechanism.complete_options(parsed, self) if completes else parsed
+            registered = _name_of(str(name))
+            completed[registered] = complete_options(resolve(registered), options, self)
         if len(completed) < len(mechanisms):
             raise HeadwaterError(f"mechanisms has a repeated name: {', '.join(map(str, mechanisms))}; name each once.")
         self.mechanisms = completed

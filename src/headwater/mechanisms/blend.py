@@ -22,8 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from headwater.config.capabilities import CompletesOptions
-from headwater.config.options import parse_options
+from headwater.config.options import complete_options
 from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
@@ -31,7 +30,7 @@ from headwater.mechanisms.capabilities import Shown, Step
 from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.fp32 import KeepsPrecision
-from headwater.plugins.registry import MECHANISMS, has_own, in_order
+from headwater.plugins.registry import has_own, in_order, resolve
 from headwater.util.errors import HeadwaterError
 
 
@@ -185,7 +184,7 @@ class Blend(KeepsPrecision, Mechanism):
         """Raise `HeadwaterError` if a mechanism of the goal does more than share, or saves no cache."""
         goals = plan_layers(cls.goal_config(options, config))
         for name in options["mechanisms"] or {}:
-            shares = has_own(MECHANISMS.resolve(name), "redirect_heads")
+            shares = has_own(resolve(name), "redirect_heads")
             if not shares or any(name == acting for goal in goals for _, acting in goal.acts):
                 raise HeadwaterError(
                     f"Mechanism {name!r} does more than let layers share keys and values, so the converted model would "
@@ -234,12 +233,8 @@ class Blend(KeepsPrecision, Mechanism):
     @classmethod
     def complete_options(cls, options: OptionValues, config: HeadwaterConfig) -> OptionValues:
         mechanisms = options["mechanisms"] or {}
-        parsed = {}
-        for name, fields in mechanisms.items():
-            parsed[name] = parse_options(mechanism := MECHANISMS.resolve(name), fields)
-            if isinstance(mechanism, CompletesOptions):
-                parsed[name] = mechanism.complete_options(parsed[name], config)
-        return options | {"mechanisms": parsed or None}
+        completed = {name: complete_options(resolve(name), fields, config) for name, fields in mechanisms.items()}
+        return options | {"mechanisms": completed or None}
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
