@@ -188,7 +188,7 @@ def split_model(model: HeadwaterForCausalLM, share: Portion, processes: Processe
         block = cast("Block", block)
         block.self_attn = split_attention(block.self_attn, share, processes)
         units = share.config.intermediate_size
-        is_whole = bool(block.mechanisms.stages[Stage.FEED_FORWARD_HIDDEN.value]) or units % share.size != 0
+        is_whole = bool(block.stages[Stage.FEED_FORWARD_HIDDEN.value]) or units % share.size != 0
         if isinstance(block.mlp, FeedForward) and not is_whole:
             chosen = torch.arange(units).chunk(share.size)[share.rank]
             feed_forward = block.mlp

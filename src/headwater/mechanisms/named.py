@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -30,17 +30,7 @@ class Named(nn.ModuleDict):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.names = {name: name.replace(".", "_").replace(":", "_") for name in modules}
-        self.stages: dict[str, tuple[str, ...]] = {}  # value of a stage -> mechanisms that act at it
         super().__init__({self.names[name]: module for name, module in modules.items()})
-
-    @classmethod
-    def build(cls, config: HeadwaterConfig, plan: LayerPlan, stages: Sequence[Stage]) -> Self:
-        """Build the modules of the mechanisms that act at some stages of a layer. config: the layer's."""
-        acting = plan.within(stages)
-        names = acting.at(*stages)
-        named = cls({name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names})
-        named.stages = {stage.value: plan.at(stage) for stage in stages}
-        return named
 
     def __getitem__(self, name: str) -> nn.Module:
         return super().__getitem__(self.names.get(name, name))
@@ -51,10 +41,19 @@ class Named(nn.ModuleDict):
 
 
 class Staged:
-    """A module with `mechanisms`, and their `stages`: looked up in it, since attributes of modules take longer."""
+    """A module with `mechanisms`. stages: the value of each stage -> the mechanisms that act at it."""
 
     mechanisms: Named
     stages: Mapping[str, Sequence[str]]
+
+    def build_mechanisms(self, config: HeadwaterConfig, plan: LayerPlan, stages: Sequence[Stage]) -> None:
+        """Build the modules of the mechanisms that act at some stages of a layer. config: the layer's."""
+        acting = plan.within(stages)
+        names = acting.at(*stages)
+        self.mechanisms = Named(
+            {name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names}
+        )
+        self.stages = {stage.value: plan.at(stage) for stage in stages}
 
     def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
         """The mechanisms that act at a stage, in the order of application."""

@@ -19,7 +19,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Reach
-from headwater.mechanisms.named import Named, Staged
+from headwater.mechanisms.named import Staged
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
@@ -58,12 +58,11 @@ class Attention(Staged, JoinsLinears):
         self.q_norm = make_norm(config, config.head_dim) if config.qk_norm else None
         self.k_norm = make_norm(config, config.head_dim) if config.qk_norm and plan.has_keys else None
 
-        self.mechanisms = Named.build(config, plan, ATTENTION_STAGES)
-        self.stages = self.mechanisms.stages
+        self.build_mechanisms(config, plan, ATTENTION_STAGES)
         self.exports = tuple(plan.slot(source) for source in plan.exports if source.kind != "stream")
         self.exported_v = {source.kind for source in plan.exports if source.part == "v"}
         has_weights = any(source.kind == "probabilities" for source in plan.exports)
-        self.shows_weights = has_weights or bool(self.mechanisms.stages[Stage.ATTENTION_WEIGHTS.value])
+        self.shows_weights = has_weights or bool(self.stages[Stage.ATTENTION_WEIGHTS.value])
         self.stores_positions = plan.stores_positions(config)
         rotates_late = plan.latent_heads and config.position == "rope"
         self.rotary_emb = RotaryEmbedding(config) if rotates_late else None  # of keys that are made from a latent
@@ -118,7 +117,7 @@ class Attention(Staged, JoinsLinears):
 
         dropout = self.attention_dropout if self.training else 0.0
         options = dict(dropout=dropout, sliding_window=self.sliding_window, softcap=self.softcap, **kwargs)
-        if self.materialise and not (self.shows_weights or self.mechanisms.stages[Stage.ADDED_KEY_VALUES.value]):
+        if self.materialise and not (self.shows_weights or self.stages[Stage.ADDED_KEY_VALUES.value]):
             # Spelled out as one lookup and one call, because vLLM's Transformers backend reads the source of `forward`.
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
             out, weights = attend(self, q, k, v, attention_mask, scaling=self.scaling, **options)
@@ -139,8 +138,7 @@ class Attention(Staged, JoinsLinears):
         self, x: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, H, T, d], and k, v [B, heads, T, d] of the heads that the layer stores; not normed."""
-
-        inputs = (x, x if key_input is None else key_input, x if value_input is None else value_input)
+        inputs = x, x if key_input is None else key_input, x if value_input is None else value_input
         outputs = self.apply_joined(x) if key_input is None and value_input is None else None
         if outputs is None:
             maps = zip(self.list_joinable(), inputs, strict=True)
@@ -180,9 +178,8 @@ class Attention(Staged, JoinsLinears):
     def gather_kv(self, context: Context) -> KV:
         """Keys and values that all heads attend to, [B, K, S, d] each."""
         by_group = [group.select_kv(context.sources) for group in self.groups]
-        return self.transform_history(
-            KV(*(join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True))), context
-        )
+        k, v = (join_groups(tensors, dim=1) for tensors in zip(*by_group, strict=True))
+        return self.transform_history(KV(k, v), context)
 
     def transform_history(self, kv: KV, context: Context) -> KV:
         """Make what heads attend to, [B, K, S, d] each, of what caches hold for all of them."""
@@ -202,7 +199,7 @@ class Attention(Staged, JoinsLinears):
 
     def select_inputs(self, q: Tensor, attention_mask: Any, context: Context) -> list[KernelInputs]:
         """Make one kernel call per group of heads that attend to the same layers, or a single one once gathered."""
-        if self.mechanisms.stages[Stage.ATTENDED_KV.value]:
+        if self.stages[Stage.ATTENDED_KV.value]:
             return [KernelInputs(q, *self.gather_kv(context), attention_mask)]
         return [group.select_inputs(q, attention_mask, context.sources) for group in self.groups]
 

@@ -10,7 +10,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context
-from headwater.mechanisms.named import Named, PartTail, Staged
+from headwater.mechanisms.named import PartTail, Staged
 from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
@@ -42,8 +42,7 @@ class Block(Staged, GradientCheckpointingLayer):
         self.feed_forward_output_norm = make_norm(config) if config.output_norms else None
         self.residual_dropout = config.residual_dropout
         self.drop_path = config.drop_path * plan.index / max(1, config.num_hidden_layers - 1)
-        self.mechanisms = Named.build(layer_config(config, plan.index), plan, BLOCK_STAGES)
-        self.stages = self.mechanisms.stages
+        self.build_mechanisms(layer_config(config, plan.index), plan, BLOCK_STAGES)
         self.inputs = plan.inputs
         self.exports_stream = Source("stream", "x", plan.index) in plan.exports
         self.exports_embedding = EMBEDDING in plan.exports
@@ -65,7 +64,7 @@ class Block(Staged, GradientCheckpointingLayer):
         cache = kwargs.pop(CACHE, None)
         context = Context([*sources], kwargs.get("reach"), find_tail(self.plan, cache), kwargs.get("token_ids"))
         x = self.run_stage(Stage.EMBEDDING, x, context)
-        if self.mechanisms.stages[Stage.EMBEDDING.value] and self.embedding is not None:
+        if self.stages[Stage.EMBEDDING.value] and self.embedding is not None:
             context.sources[self.embedding] = x
         embedding = x
         x = self.run_stage(Stage.RESIDUAL, x, context)
@@ -92,7 +91,7 @@ class Block(Staged, GradientCheckpointingLayer):
     def feed_forward(self, x: Tensor, context: Context) -> Tensor:
         """Compute the output of the feed-forward and its norms for the stream x [B, T, D]."""
         x = self.run_stage(Stage.FEED_FORWARD_INPUT, self.post_attention_layernorm(x), context)
-        if self.mechanisms.stages[Stage.FEED_FORWARD_HIDDEN.value]:
+        if self.stages[Stage.FEED_FORWARD_HIDDEN.value]:
             x = self.mlp(x, partial(self.run_stage, Stage.FEED_FORWARD_HIDDEN, context=context))
         else:
             x = self.mlp(x)
@@ -103,11 +102,11 @@ class Block(Staged, GradientCheckpointingLayer):
     def prepare_attention(self, x: Tensor, context: Context) -> AttentionInputs:
         """Compute the inputs of attention, one for all or one each for q, k and v, and the stream, from x [B, T, D]."""
         entered = self.run_stage(Stage.BLOCK_INPUT, x, context)
-        if not self.mechanisms.stages[Stage.ATTENTION_INPUTS.value]:
+        if not self.stages[Stage.ATTENTION_INPUTS.value]:
             return AttentionInputs(self.normalize_input(entered, context), None, None, x)
         k, v = (entered if letter in self.inputs else None for letter in ("k", "v"))
         inputs = self.run_stage(Stage.ATTENTION_INPUTS, AttentionInputs(entered, k, v, x), context)
-        k, v = (self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context))
+        k, v = self.normalize_part("k", inputs.k, context), self.normalize_part("v", inputs.v, context)
         return AttentionInputs(self.normalize_input(inputs.q, context), k, v, inputs.stream)
 
     def normalize_input(self, x: Tensor, context: Context) -> Tensor:

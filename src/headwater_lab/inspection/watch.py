@@ -164,9 +164,7 @@ class Watch:
     def __init__(self, model: AnyModel) -> None:
         self.model, self.sums = model, Sums()
         self.taps = value_taps(model)
-        self.beside = [
-            bool(block.self_attn.mechanisms.stages[Stage.ADDED_KEY_VALUES.value]) for block in list_blocks(model)
-        ]
+        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in list_blocks(model)]
         self.has_first_token = not is_of_images(model.config) or model.config.pooling == "token"
         self.first_patch = model.config.first_patch if is_of_images(model.config) else 0
         self.sight: Sight
