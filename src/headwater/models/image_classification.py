@@ -26,7 +26,6 @@ from headwater.nn.norm import make_norm
 from headwater.nn.patches import cut_patches, raster_positions, resize_positions, rotary_angles, sincos_positions
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
-from headwater.util.seeding import generator
 
 
 class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
@@ -37,14 +36,7 @@ class HeadwaterImagePreTrainedModel(HeadwaterPreTrainedModel):
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     _input_embed_layer = "embed_patches"
-
-    def initial_value(self, module: nn.Module, name: str) -> Tensor:
-        """Return the base class's initial value, but map normalized pixels to size one in the patch embedding."""
-        if (getattr(module, "_qualified_name", ""), name) == ("embed_patches", "weight"):
-            shape = module.get_parameter(name).shape
-            draw = generator(self.config.initializer_seed, "embed_patches.weight")
-            return torch.normal(0.0, shape[1] ** -0.5, shape, generator=draw)
-        return super().initial_value(module, name)
+    fan_in_layers = ("embed_patches",)  # maps normalized pixels to size one
 
 
 class HeadwaterImageModel(HeadwaterImagePreTrainedModel):

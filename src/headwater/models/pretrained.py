@@ -53,6 +53,8 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     # The modules whose outputs transformers records if a call requests them.
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
+    # The linear layers outside the blocks that are drawn with 1/√inputs, whatever `linear_init` is.
+    fan_in_layers: tuple[str, ...] = ()
 
     def __init__(self, config: HeadwaterConfig) -> None:
         config.complete_fields()  # fields may have been set after the config was created
@@ -274,14 +276,18 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
                 f"Nothing initializes the parameter {qualified!r} of a {type(module).__name__}; return its initial "
                 "value from the mechanism's initial_value()."
             )
-        std = self.config.initializer_range
+        return torch.normal(0.0, self.find_std(module, qualified), shape, generator=draw)
+
+    def find_std(self, module: nn.Linear | nn.Embedding, qualified: str) -> float:
+        """Find the standard deviation with which the weight of a linear layer or an embedding starts."""
+        config, std = self.config, self.config.initializer_range
         if isinstance(module, nn.Embedding):
-            std = std if self.config.embedding_range is None else self.config.embedding_range
-        elif self.config.linear_init == "fan_in":
-            std = shape[1] ** -0.5
-        if self.config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
-            std /= (2 * self.config.num_hidden_layers) ** 0.5
-        return torch.normal(0.0, std, shape, generator=draw)
+            std = std if config.embedding_range is None else config.embedding_range
+        elif config.linear_init == "fan_in" or qualified.removesuffix(".weight") in self.fan_in_layers:
+            std = module.weight.shape[1] ** -0.5
+        if config.scaled_residual_init and qualified.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * config.num_hidden_layers) ** 0.5
+        return std
 
 
 def shared_modules(config: HeadwaterConfig) -> Named:
