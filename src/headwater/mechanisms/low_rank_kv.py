@@ -88,13 +88,8 @@ class LowRankKV(Mechanism):
             )
 
     @classmethod
-    def count_heads(cls, options: OptionValues, config: HeadwaterConfig) -> int:
-        """The width of the cached vector, in heads."""
-        return options["heads"] or config.num_key_value_heads
-
-    @classmethod
     def redirect_heads(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
-        return [plan.caching_latent(cls.count_heads(options, layer_config(config, plan.index))) for plan in plans]
+        return [plan.caching_latent(options["heads"] or len(plan.attends)) for plan in plans]
 
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:

@@ -38,9 +38,7 @@ def causal_lm_loss(
     if num_items_in_batch is None:
         return nn.functional.nll_loss(column, zeros, ignore_index=ignore_index)
     loss = nn.functional.nll_loss(column, zeros, ignore_index=ignore_index, reduction="sum")
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
+    return loss / count_targets(targets, num_items_in_batch)
 
 
 def shift_targets(labels: Tensor, ignore_index: int = -100) -> Tensor:
