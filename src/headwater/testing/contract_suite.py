@@ -699,7 +699,7 @@ class Contract:
             return RecordedOptions(parsed, read[mechanism.registered_name()])
 
         with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
-            patch.setattr("headwater.config.text.parse_options", record_reads)
+            patch.setattr("headwater.config.options.parse_options", record_reads)
             for mechanism in map(resolve, json.loads(case.mechanisms)):
                 patch.setattr(mechanism, "validate_options", lambda options, config: None)
             HeadwaterForCausalLM(case.config())
