@@ -1,6 +1,5 @@
 """Commands from functions: options from signatures and docstrings, and errors for options that have no effect."""
 
-import functools
 import inspect
 import re
 import shutil
@@ -15,7 +14,7 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 from typer import rich_utils
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from headwater.util.errors import HeadwaterError, find_unusable, shown
 from headwater.util.files import check_local
@@ -43,19 +42,15 @@ DeviceName = Annotated[str, Values(help="cpu, cuda, cuda:1, …; auto is a GPU i
 WorkerCount = Annotated[int, Values(min=1, max=1024, help="Trials at a time; default: one per GPU or core.")]
 AsJson = Annotated[bool, Values(help="Print JSON.")]
 TrustRemoteCode = Annotated[bool, Values(help="Run code that comes with a model. Use it only for models you trust.")]
+TrustedNames = Annotated[
+    Sequence[str],
+    Values(
+        metavar="NAME",
+        help="Trust code (package.module or package.module:Class) or data (a path) that files name; repeatable.",
+    ),
+]
 # The option --trust. It is handled here and not passed to the command's function.
-TRUST = inspect.Parameter(
-    "trust",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=(),
-    annotation=Annotated[
-        Sequence[str],
-        Values(
-            metavar="NAME",
-            help="Trust code (package.module or package.module:Class) or data (a path) that files name; repeatable.",
-        ),
-    ],
-)
+TRUST = inspect.Parameter("trust", inspect.Parameter.KEYWORD_ONLY, default=(), annotation=TrustedNames)
 # Columns of a terminal on which the names, types and texts of options do not fit beside each other.
 NARROW = 72
 # A command's row in --help has its name, its text, and whether it is deprecated; an option's has more.
@@ -99,16 +94,31 @@ class _Group(TyperGroup):
         super().__init__(**settings)
         commands: Iterable[Any] = self.commands.values()
         commands = sorted(commands, key=lambda command: (HEADINGS.index(command.rich_help_panel), command.name))
-        self.commands = {command.name: guard_command(command) for command in commands}
+        self.commands = {command.name: command for command in commands}
+
+
+class _Command(TyperCommand):
+    """A command that reports repeated options, and rejects values that no command can use.
+
+    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
+    the working directory.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        texts, _, parameters = self.make_parser(ctx).parse_args([*args])
+        counts: Counter[Any] = Counter(parameters)
+        for parameter, count in counts.items():
+            is_option = parameter.param_type_name == "option"
+            if count > 1 and is_option and not (parameter.multiple or parameter.is_flag):
+                tell(f"Only the last {max(parameter.opts, key=len)} is read; it appears {count} times.")
+        remaining = super().parse_args(ctx, args)
+        for parameter in counts:
+            _check_value(parameter, texts[parameter.name], ctx.params.get(parameter.name))
+        return remaining
 
 
 # The command line. Every module of this folder adds its commands.
-app = typer.Typer(
-    cls=_Group,
-    help="Train, compare and run Transformers whose keys and values also come from other tokens, layers or parameters.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def add_group(heading: str, name: str, text: str) -> typer.Typer:
@@ -135,7 +145,7 @@ def command(
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         text, declared = _declare(function, bool(trusts))
-        group.command(name, help=text, epilog=f"Example: headwater {example}", **shown)(declared)
+        group.command(name, cls=_Command, help=text, epilog=f"Example: headwater {example}", **shown)(declared)
         return function
 
     return add
@@ -256,40 +266,8 @@ def extra_arguments() -> list[str]:
     return _running.get().args
 
 
-def guard_command(command: Any) -> Any:
-    """Make a command, or a group of them, report repeated options, and reject values that no command can use.
-
-    A number that is not finite or beyond 64 bits passes through every range that Typer checks, and an empty path is
-    the working directory.
-    """
-    make_parser = command.make_parser
-
-    def make_reporting_parser(context: Any) -> Any:
-        parser = make_parser(context)
-        parser.parse_args = functools.partial(_report_repeated, parser.parse_args)
-        return parser
-
-    command.make_parser = make_reporting_parser
-    for parameter in command.params:
-        parameter.process_value = functools.partial(_check_value, parameter, parameter.process_value)
-    for below in getattr(command, "commands", {}).values():
-        guard_command(below)
-    return command
-
-
-def _report_repeated(parse_args: Callable[[list[str]], Any], args: list[str]) -> Any:
-    """Parse a command line, and say which options of one value it repeats: only the last value is read."""
-    parsed = parse_args(args)
-    counts = Counter(parameter.name for parameter in parsed[2] if parameter.param_type_name == "option")
-    for parameter in dict.fromkeys(parsed[2]):
-        if counts[parameter.name] > 1 and not (parameter.multiple or parameter.is_flag):
-            tell(f"Only the last {max(parameter.opts, key=len)} is read; it appears {counts[parameter.name]} times.")
-    return parsed
-
-
-def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: Any, text: Any) -> Any:
-    """Process a parameter's value. Raises `HeadwaterError` if no command can use it."""
-    value = process(context, text)
+def _check_value(parameter: Any, text: Any, value: Any) -> None:
+    """Raise `HeadwaterError` for a parameter's value that no command can use. text: the value on the command line."""
     name = max(parameter.opts, key=len) if parameter.param_type_name == "option" else parameter.name.upper()
     if (problem := find_unusable(value)) is not None:
         raise HeadwaterError(f"{name}: {problem[1]}.")
@@ -302,7 +280,6 @@ def _check_value(parameter: Any, process: Callable[[Any, Any], Any], context: An
     for word, path in zip(texts, values, strict=False):
         if isinstance(path, Path):
             _check_path(name, word, path)
-    return value
 
 
 def _check_path(name: str, text: Any, path: Path) -> None:
