@@ -34,7 +34,7 @@ from headwater_lab.evaluation import evaluate
 from headwater_lab.evaluation.core_suite import load_suites
 from headwater_lab.evaluation.paired_differences import Items, compare_items
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
+from headwater_lab.recipe.recipe_files import read_recipe
 from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.numbers import list_arms
 from headwater_lab.training.records import CONTROL, CONVERSION, RECORD, read_record
@@ -92,7 +92,7 @@ def prose(phase: Phase, inputs: Mapping[str, str]) -> None:
     """Compare the recommended recipe with vanilla on prose, a size after another. The records stay beside the report,
     so runs that have finished are not repeated."""
     overrides = ["data.source=data", *(() if phase.on_gpu else TINY_PROSE)]
-    recipe = load_recipe(find_recipe(RECIPE), overrides)
+    recipe = read_recipe(RECIPE, overrides)
     assert recipe.compare is not None
     with _prepare_text(phase, inputs["prose"], inputs["tokenizer"]):
         for size in recipe.compare.sizes:

@@ -1,21 +1,16 @@
-"""Consoles, recipes, devices and checks of outputs for all commands."""
-
-from __future__ import annotations
+"""Consoles, devices and checks of outputs for all commands."""
 
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import explain_absence
 from headwater.util.versions import describe_untested
 from headwater_lab.util.terminal import Terminal
-
-if TYPE_CHECKING:
-    from headwater_lab.recipe.recipe import Recipe
 
 stdout, stderr = Terminal(), Terminal(stderr=True)
 if not (stdout.is_terminal or os.environ.get("COLUMNS")):
@@ -27,9 +22,10 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in arguments if "=" not in text], [text for text in arguments if "=" in text]
 
 
-def say(text: Any) -> None:
-    """Print a table of the result, or a line."""
-    stdout.print(text)
+def say(*texts: Any) -> None:
+    """Print tables of the result, or lines."""
+    for text in texts:
+        stdout.print(text)
 
 
 def print_result(content: Any, renderables: Iterable[Any], as_json: bool, indent: int | None = None) -> None:
@@ -37,8 +33,7 @@ def print_result(content: Any, renderables: Iterable[Any], as_json: bool, indent
     if as_json:
         print(json.dumps(content, indent=indent, ensure_ascii=False), flush=True)
     else:
-        for renderable in renderables:
-            say(renderable)
+        say(*renderables)
 
 
 def tell(line: str) -> None:
@@ -102,13 +97,6 @@ def device_of(name: str) -> str:
     if torch.device(name).type == "cuda" and torch.device(name).index is not None:
         torch.cuda.set_device(name)  # events, synchronization and peak memory refer to the current device
     return name
-
-
-def recipe_of(argument: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load a recipe by its path, or by the name of a shipped one. Raises `HeadwaterError`."""
-    from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
-
-    return load_recipe(find_recipe(argument), overrides)
 
 
 def new_folder(folder: Path | None, source: str | Path, suffix: str, may_exist: bool = False) -> Path:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.shapes import Benchmark, DecodeShape, StepShape
-from headwater_lab.cli.arguments import check_writable, device_of, mechanisms_of, recipe_of, say, stderr, stdout, tell
+from headwater_lab.cli.arguments import check_writable, device_of, mechanisms_of, say, tell
 from headwater_lab.cli.options import LOOK, DeviceName, FolderPath, PositiveInt, Values, add_group, command, refuse
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.endings import Interrupted
@@ -138,7 +138,7 @@ def bench_gpu(
     check_writable(out, folder=True)
     device = device_of(device)
     if device == "cpu":
-        stderr.print("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
+        tell("No GPU found: the sizes are tiny, and the figures say nothing about a GPU.")
     inputs = {"prose": prose, "tokenizer": tokenizer, "model": model, "task_files": task_files}
     rows = gpu_queue.bench_gpu(out, device=device, deadline=deadline, only=only, inputs=inputs, tell=tell)
     lines = gpu_queue.read_lines(out / gpu_queue.REPORT)
@@ -166,9 +166,10 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     from headwater_lab.comparison.budget import match_arms
     from headwater_lab.comparison.prices import measure_prices
     from headwater_lab.comparison.trials import find_folder
+    from headwater_lab.recipe.recipe_files import read_recipe
     from headwater_lab.reports.price_tables import terminal_prices
 
-    loaded = match_arms(recipe_of(recipe, overrides))
+    loaded = match_arms(read_recipe(recipe, overrides))
     out = out or Path("runs") / loaded.name
     check_writable(out, folder=True)
     if (section := loaded.compare) is None:
@@ -177,7 +178,7 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
         folder = find_folder(loaded, size, out)
         folder.mkdir(parents=True, exist_ok=True)
         arms = {arm: loaded.arm(arm, section.seeds[0], size) for arm in section.arms}
-        stdout.print(terminal_prices(measure_prices(arms, section.baseline, folder, tell)))
+        say(terminal_prices(measure_prices(arms, section.baseline, folder, tell)))
 
 
 def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
@@ -199,7 +200,6 @@ def _print_benchmark(run: "Callable[[Show], Benchmark]") -> None:
     table = lined(*columns, left=columns[:1], title=benchmark.title)
     for row in benchmark.rows:
         table.add_row(*(row.get(column, "") for column in columns))
-    for text in (table, *benchmark.notes.splitlines()):
-        say(text)
+    say(table, *benchmark.notes.splitlines())
     if not benchmark.is_whole:
         raise Interrupted("Stopped; the table has what was measured until then.")

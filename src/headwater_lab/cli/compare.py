@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import (
-    check_writable,
-    mechanisms_of,
-    recipe_of,
-    say,
-    split_overrides,
-)
+from headwater_lab.cli.arguments import check_writable, mechanisms_of, say, split_overrides
 from headwater_lab.cli.options import LOOK, TRAIN, FolderPath, WorkerCount, command, exclude, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Prose
@@ -48,6 +42,7 @@ def compare_arms(
     """
     extras.check_extra("compare")
     from headwater_lab.api.comparing import compare
+    from headwater_lab.recipe.recipe_files import read_recipe
 
     exclude("--search", "--arm", "--size", "--sequential")
     need("--search", "--mechanism")
@@ -55,7 +50,7 @@ def compare_arms(
     overrides += ["compare.sequential=true"] if sequential else []
     if not names:
         raise HeadwaterError("Name at least one recipe.")
-    folder = out or Path("runs") / recipe_of(names[0], overrides).name
+    folder = out or Path("runs") / read_recipe(names[0], overrides).name
     check_writable(folder, folder=True)
     with ProgressReport() as report:
         compared = compare(
@@ -86,9 +81,8 @@ def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
     """
     from headwater_lab import reports
 
-    page = reports.write_report(
-        folder, reports.FORMATS if formats is None else formats
-    )  # write first, since the output pipe may be closed
+    # Written first, since the output pipe may be closed.
+    page = reports.write_report(folder, reports.FORMATS if formats is None else formats)
     comparisons = reports.read_comparisons(folder)
     for comparison in comparisons:
         print_comparison(comparison)
@@ -102,14 +96,10 @@ def print_comparison(comparison: Comparison) -> None:
     from headwater_lab.reports import words
     from headwater_lab.reports.price_tables import find_prices, terminal_prices
 
-    for table in words.result_tables(comparison):
-        say(table)
+    say(*words.result_tables(comparison))
     if prices := find_prices(comparison):
         say(prices if isinstance(prices, str) else terminal_prices(prices))
-    say(Prose(words.state_answer(comparison)))
-    for line in words.list_left_out(comparison):
-        say(line)
-    say("")
+    say(Prose(words.state_answer(comparison)), *words.list_left_out(comparison), "")
 
 
 @command(LOOK, "report runs/demo --format latex,pdf")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import check_writable, say, stdout
+from headwater_lab.cli.arguments import check_writable, say
 from headwater_lab.cli.options import TRAIN, NaturalInt, PositiveInt, Values, add_group, command, exclude, need, refuse
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table, lined
@@ -75,7 +75,7 @@ def prepare_corpus(
         folders = prepare(read, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         say(f"{out} is already finished")
-    stdout.print(_make_table(folders))
+    say(_make_table(folders))
     manifest = read_manifest(folders[0])
     if manifest.skipped != Skipped():
         say(_describe_skipped(manifest.skipped))
@@ -93,7 +93,7 @@ def show_prepared(folder: Path, *, check: bool = False) -> None:
     from headwater_lab.data import shards
 
     prepared = shards.open_all(folder)
-    stdout.print(_make_table([member.folder for member in prepared]))
+    say(_make_table([member.folder for member in prepared]))
     manifest = prepared[0].manifest
     say(
         f"{manifest.source}, tokenizer {manifest.tokenizer.name} ({manifest.tokenizer.vocab_size:,} tokens), "

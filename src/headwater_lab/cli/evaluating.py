@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from headwater.util import extras
-from headwater_lab.cli.arguments import check_writable, device_of, say, stdout
+from headwater_lab.cli.arguments import check_writable, device_of, say
 from headwater_lab.cli.options import USE, DeviceName, NaturalInt, PositiveInt, TrustRemoteCode, command, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import counted
@@ -82,8 +82,7 @@ def evaluate_models(
             seed=seed,
             on_progress=lambda name, done, total: progress.show(name, done, total, unit="window" if total else "batch"),
         )
-    for table in evaluation.build_tables(result):
-        stdout.print(table)
+    say(*evaluation.build_tables(result))
     _print_models(result)
     if out is not None:
         outputs.write_json(out, evaluation.to_json(result))

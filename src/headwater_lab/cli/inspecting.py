@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import check_writable, stdout, tell
+from headwater_lab.cli.arguments import check_writable, say, tell
 from headwater_lab.cli.options import USE, FolderPath, Values, command
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def inspect_models(
         name = name if name not in [model.name for model in inspections] else f"{name} ({len(inspections) + 1})"
         inspections.append(inspect_model(trained, name, text, rows=rows, context=context, scalars_only=scalars))
     check_alike(inspections)
-    for table in build_tables(inspections):
-        stdout.print(table)
+    say(*build_tables(inspections))
     if out is not None:
         with occupy_folder(out):
             pictures = draw_pictures(inspections, out)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated, Unpack
 
 from headwater_lab.api.settings import PlanSettings
-from headwater_lab.cli.arguments import print_result, recipe_of, say, split_overrides, tell
+from headwater_lab.cli.arguments import print_result, say, split_overrides, tell
 from headwater_lab.cli.options import LOOK, AsJson, Values, command
 
 
@@ -35,9 +35,10 @@ def plan_models(
         return
     from headwater_lab.comparison.run_costs import tabulate_costs
     from headwater_lab.comparison.trials import describe_runs
+    from headwater_lab.recipe.recipe_files import read_recipe
 
     for name, costs in planned.runs.items():
         say(tabulate_costs(name, costs, unit, prices[0]))
     for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
-        if runs := describe_runs(recipe_of(recipe)):
+        if runs := describe_runs(read_recipe(recipe)):
             tell(runs)

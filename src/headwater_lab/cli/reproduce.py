@@ -6,7 +6,7 @@ from typing import Literal
 
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import check_writable, device_of, say, split_overrides, stdout
+from headwater_lab.cli.arguments import check_writable, device_of, say, split_overrides
 from headwater_lab.cli.compare import check_failures
 from headwater_lab.cli.options import TRAIN, DeviceName, FilePath, FolderPath, WorkerCount, command, refuse
 from headwater_lab.cli.progress import ProgressReport
@@ -52,7 +52,7 @@ def reproduce_table(
         extras.check_extra("report")
         from headwater_lab.api.reproducing import list_tables
 
-        stdout.print(list_tables(names, out))
+        say(list_tables(names, out))
         return
     if no_train:
         refuse("with --no-train", *OF_TRAINING)
@@ -84,8 +84,7 @@ def reproduce_table(
             keep=keep,
             watch=report,
         )
-    for renderable in terminal_tables(result.result):
-        stdout.print(renderable)
+    say(*terminal_tables(result.result))
     say(f"result: {result.save()}")
     if result.unfinished:
         raise HeadwaterError(result.unfinished)
@@ -129,9 +128,7 @@ def _judge_runs(
         reproductions = judge_recorded(tables, scale, read_runs(records))
     reproduction = None
     for reproduction in reproductions:
-        for renderable in terminal_tables(reproduction):
-            stdout.print(renderable)
-        stdout.print()
+        say(*terminal_tables(reproduction), "")
     if reproduction is None:
         where = str(out if records is None else records)
         raise HeadwaterError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import say, stdout, tell, tell_model
+from headwater_lab.cli.arguments import say, tell, tell_model
 from headwater_lab.cli.options import LOOK, TRAIN, FolderPath, command, need
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import lined
@@ -66,18 +66,18 @@ def _print_record(record: RunRecord) -> None:
     measured = record.held_out[-1].metrics
     metrics = [metric for metric in measured if "/" not in metric] if record.domains else list(measured)
     result = ", ".join(f"{metric.replace('_', ' ')} {measured[metric]:.4f}" for metric in metrics)
-    stdout.print(f"{record.name}: held-out {result}")
+    say(f"{record.name}: held-out {result}")
     for domain in record.domains:
         values = ", ".join(f"{metric.replace('_', ' ')} {measured[f'{metric}/{domain}']:.4f}" for metric in metrics)
-        stdout.print(f"  {domain}: {values}")
+        say(f"  {domain}: {values}")
     for stage in record.stages:
-        stdout.print(
+        say(
             f"  {stage.name}: {stage.parameters:,} parameters, {stage.steps:,} steps, {stage.tokens:,} {record.unit}, "
             f"{stage.flops:.3g} FLOPs (total {stage.total_flops:.3g}), "
             f"{record.metric.replace('_', ' ')} {stage.result:.4f}"
         )
     left_out = f", {record.skipped_steps} steps skipped" if record.skipped_steps else ""
-    stdout.print(
+    say(
         f"{record.parameters:,} parameters, {record.tokens:,} {record.unit} at {record.tokens_per_second:,.0f} "
         f"{record.unit}/s, {record.flops:.3g} FLOPs, "
         f"{record.data_wait_seconds / max(record.seconds, 1e-9):.1%} of the time waiting for data{left_out}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.cli.arguments import say, stderr
+from headwater_lab.cli.arguments import say, tell
 from headwater_lab.cli.options import USE, TrustRemoteCode, command
 from headwater_lab.cli.progress import ProgressReport
 from headwater_lab.util.terminal import Table, lined
@@ -37,10 +37,9 @@ def verify_models(sources: Sequence[str] = (), *, trust_remote_code: TrustRemote
         for name, model in _list_models(sources, trust_remote_code, seed):
             progress.show("verifying", 0, info=name)
             results[name] = verification.verify(model, seed)
-    for text in _describe_results(results):
-        say(text)
+    say(*_describe_results(results))
     if any(way.ok is False for ways in results.values() for way in ways):
-        stderr.print("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
+        tell("headwater: Decoding with a cache differs from decoding without one; see ✗ above.")
         raise typer.Exit(1)
 
 
