@@ -1,6 +1,6 @@
 """`headwater reproduce`: train the models behind a paper's table or figure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -43,12 +43,8 @@ def reproduce_table(
     no_train: Judge the named tables, or all, by the finished runs in --records, or else in --out; train nothing.
     """
     names, overrides = split_overrides(arguments)
-
-    def refuse_training(where: str, *options: str) -> None:
-        refuse(where, *OF_TRAINING, *options, overrides=overrides)
-
     if list:
-        refuse_training("with --list", "--records", "--no-train", "--scale")
+        refuse("with --list", *OF_TRAINING, "--records", "--no-train", "--scale", overrides=overrides)
         extras.check_extra("report")
         from headwater_lab.api.reproducing import list_tables
 
@@ -63,7 +59,7 @@ def reproduce_table(
     if len(names) != 1:
         raise HeadwaterError("Name one table, such as kv-shifting/figure-1a; `headwater reproduce --list` lists all.")
     (name,) = names
-    if not _check_table(name, scale, refuse_training):
+    if not _check_table(name, scale, overrides):
         return
     check_writable(out, folder=True)
     if keep is not None:
@@ -91,16 +87,17 @@ def reproduce_table(
     check_failures(result.failed)
 
 
-def _check_table(name: str, scale: ScaleOption, refuse_training: Callable[..., None]) -> bool:
+def _check_table(name: str, scale: ScaleOption, overrides: Sequence[str]) -> bool:
     """Check whether a table is run at this scale, and print the reason if not. Refuses options that have no effect."""
     from headwater_lab.papers.table import SCALES, find_table
 
     table = find_table(name)
     if table.computed:
-        refuse_training(f"for {name}, which is computed without training", "--scale", "--records")
+        where = f"for {name}, which is computed without training"
+        refuse(where, *OF_TRAINING, "--scale", "--records", overrides=overrides)
         return True
     if why := table.scales[scale].nothing:
-        refuse_training(f"for {name}, which is not run at {scale} scale", "--records")
+        refuse(f"for {name}, which is not run at {scale} scale", *OF_TRAINING, "--records", overrides=overrides)
         scales = " or ".join(option for option in SCALES if not table.scales[option].nothing)
         say(f"{name} is meaningless at {scale} scale and was not run: {why} Use --scale {scales}.")
         return False
