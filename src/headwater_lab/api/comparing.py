@@ -163,11 +163,10 @@ def compare(
     failed: list[Outcome] = []
     with occupy_folder(folder):
         if searches:
-            selection, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, watch)
-            recipes, selections = [selection] if failed else [_final_recipe(selection, folder, watch)], [None]
-            titles = list(dict.fromkeys((selection.name, recipes[0].name)))
-        for loaded, selected in zip(recipes, selections, strict=True) if not failed else ():
-            failed += _train_comparison(loaded, folder, workers, watch, selected)
+            titles, failed = _search_mechanisms(recipes[0], mechanisms, folder, workers, watch)
+        else:
+            for loaded, selected in zip(recipes, selections, strict=True):
+                failed += _train_comparison(loaded, folder, workers, watch, selected)
     return Compared(folder, titles, failed)
 
 
@@ -288,8 +287,11 @@ def _search_mechanisms(
     folder: Path,
     workers: int | None,
     watch: Observer,
-) -> tuple[Recipe, list[Outcome]]:
-    """Train the comparison of all combinations of the mechanisms; return it and its failed trials."""
+) -> tuple[list[str], list[Outcome]]:
+    """Train all combinations of the mechanisms, and then the best on fresh seeds, if no trial failed.
+
+    Returns the names of the comparisons, and the failed trials.
+    """
     arms, refused = search.find_candidates(recipe, mechanisms)
     for reason in dict.fromkeys(refused.values()):
         labels = [label for label, why in refused.items() if why == reason]
@@ -300,11 +302,9 @@ def _search_mechanisms(
     watch.tell(
         f"{len(arms) - 1} combinations and {search.VANILLA}; then a test of the best {search.FINALISTS} in {runs}"
     )
-    return selection, _train_comparison(selection, folder, workers, watch)
-
-
-def _final_recipe(selection: Recipe, folder: Path, watch: Observer) -> Recipe:
-    """Make the comparison of the best combinations on fresh seeds."""
+    if failed := _train_comparison(selection, folder, workers, watch):
+        return [selection.name], failed
     best = search.choose_best(selection, folder)
     watch.tell(f"chosen: {', '.join(best)}")
-    return search.make_final(selection, folder, best)
+    final = search.make_final(selection, folder, best)
+    return [selection.name, final.name], _train_comparison(final, folder, workers, watch)
