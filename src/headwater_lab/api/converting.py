@@ -74,10 +74,7 @@ def convert(
 ) -> RunRecord | None:
     """Make the cache of a trained model smaller, heal it and measure it, like `headwater convert`.
 
-    out: the new folder. latent_width: channels of one latent for keys and values. choose: choose the layers that share.
-    heal: tokens of healing. text: text to heal and measure on; default: the model's training data. control: also train
-    the original on the same tokens. only_plan: report the cost, and stop. resume: continue an interrupted conversion.
-    Raises `HeadwaterError`.
+    The parameters are that command's options. only_plan: report the cost, and stop. Raises `HeadwaterError`.
     """
     _check_out(out, resume, only_plan)
     path = Path(source)
@@ -122,23 +119,32 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        origin = _describe_origin(source, checkpoint, built)
-        measures = _measure_original(out, origin, price, recipe, trained.model.to(device), built, watch)
+        content = _describe_origin(source, checkpoint, built) | {"price": asdict(price)}
+        measures = _read_measures(out, content)
+        if not measures:
+            original = trained.model.to(device)
+            measures["before"] = measure_held_out("measuring the original", original, built, watch)
+            _write_content(out, content | measures)
+            watch.tell(_write_time(price, recipe, original, built.context))
+            del original
         keep_contents(out)  # an interrupted conversion continues from here
         del trained
         watch.tell("making the smaller model")
         records: list[RunRecord] = []
+        told: list[str] = []
         for name, title, (run, folder) in zip(("after", CONTROL), ("result", CONTROL), runs, strict=False):
-            told = [notice.message for record in records for notice in record.notices]
             on_event = watch_training(run, list_stages(run, folder), watch, told)
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
+            told += [notice.message for notice in records[-1].notices]
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)
             if name not in measures:  # else measured before an interruption
                 label = f"measuring the {title}"
                 measures[name] = measure_held_out(label, open_trained(result).model.to(device), built, watch)
-                _write_measures(out, origin, price, measures)
-        _report_conversion(out, records[0], price, measures, origin, watch)
+                _write_content(out, content | measures)
+        curve = list_healing(records[0])
+        _write_content(out, content | measures | {"curve": curve})
+        _report_conversion(out, records[0], price, measures, curve, watch)
     return records[0]
 
 
@@ -170,15 +176,16 @@ def _make_recipe(
     # The data settings come from the model's history, which somebody else may have written.
     batches = {"name": name, "data": data, "training": {"batch_size": ROWS}}
     sized = change_recipe(batches, sizes, "the recipe")
+    context = int(getattr(sized.data, "context", CONTEXT))
     if text is not None:
-        _check_context(getattr(sized.data, "context", CONTEXT), trained.model.config.max_position_embeddings, tell)
+        _check_context(context, trained.model.config.max_position_embeddings, tell)
     values = build_conversion(
         name,
         str(checkpoint),
         data,
         options,
         tokens=tokens,
-        context=int(getattr(sized.data, "context", CONTEXT)),
+        context=context,
         batch_size=sized.training.batch_size,
         gradient_accumulation_steps=sized.training.gradient_accumulation_steps,
     )
@@ -228,43 +235,28 @@ def _describe_origin(source: str, checkpoint: Path, data: Data) -> dict[str, Any
     return {"source": source, "files": files, "data": {name: data.description.get(name) for name in DATA_FACTS}}
 
 
-def _measure_original(
-    out: Path,
-    origin: dict[str, Any],
-    price: ConversionPrice,
-    recipe: Recipe,
-    model: HeadwaterForCausalLM,
-    data: Data,
-    watch: Observer,
-) -> dict[str, dict[str, float]]:
-    """Measure the original on all held-out data, and tell how long the rest takes.
+def _read_measures(out: Path, content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Read what a conversion measured before it was interrupted; empty if it measured nothing.
 
-    After an interruption, return all that was measured before it. origin: as `_describe_origin` returns it.
-    Raises `HeadwaterError` if what was measured is of another model or text.
+    content: what it would write now. Raises `HeadwaterError` if it was of another model or text.
     """
-    if (out / CONVERSION).is_file():
-        measured = read_object(out / CONVERSION)
-        if Path(measured["source"]) != Path(origin["source"]):
+    if not (out / CONVERSION).is_file():
+        return {}
+    measured, source = read_object(out / CONVERSION), content["source"]
+    if Path(measured["source"]) != Path(source):
+        raise HeadwaterError(
+            f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {source!r}; choose another --out."
+        )
+    for field, what in (("files", f"{source!r} has"), ("data", "The text has")):
+        if measured[field] != content[field]:
             raise HeadwaterError(
-                f"{str(out)!r} holds a conversion of {measured['source']!r}, not of {origin['source']!r}; choose "
-                "another --out."
+                f"{what} changed since the conversion in {str(out)!r} was started; restore it, or choose another --out."
             )
-        for field, what in (("files", f"{origin['source']!r} has"), ("data", "The text has")):
-            if measured[field] != origin[field]:
-                raise HeadwaterError(
-                    f"{what} changed since the conversion in {str(out)!r} was started; restore it, or choose another "
-                    "--out."
-                )
-        return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
-    measures = {"before": measure_held_out("measuring the original", model, data, watch)}
-    _write_measures(out, origin, price, measures)
-    watch.tell(_write_time(price, recipe, model, data.context))
-    return measures
+    return {name: measured[name] for name in ("before", "after", CONTROL) if name in measured}
 
 
-def _write_measures(out: Path, origin: dict[str, Any], price: ConversionPrice, measures: Mapping[str, Any]) -> None:
-    result = {**origin, "price": asdict(price), **measures}
-    replace_text(out / CONVERSION, json.dumps(result, indent=1) + "\n")
+def _write_content(out: Path, content: Mapping[str, Any]) -> None:
+    replace_text(out / CONVERSION, json.dumps(content, indent=1) + "\n")
 
 
 def _data_of(text: str | None, trained: Trained, checkpoint: Path) -> dict[str, Any]:
@@ -365,13 +357,13 @@ def _report_conversion(
     record: RunRecord,
     priced: ConversionPrice,
     measures: dict[str, dict[str, float]],
-    origin: dict[str, Any],
+    curve: list[dict[str, float]],
     watch: Observer,
 ) -> None:
-    """Report what the conversion did, and write it next to the run. measures: of the original "before", the result
-    "after", and the "control" if there is one."""
-    curve = list_healing(record)
-    _write_measures(target, origin, priced, {**measures, "curve": curve})
+    """Report what the conversion did.
+
+    measures: of the original "before", the result "after", and the "control" if there is one. curve: of healing.
+    """
     # The control is the fairer comparison: it has seen the same tokens.
     basis = CONTROL if CONTROL in measures else "before"
     table = lined("", *measures, f"after / {basis}")
