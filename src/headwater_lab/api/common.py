@@ -23,6 +23,7 @@ from headwater_lab.api.observer import Observer
 from headwater_lab.data.base import Data
 from headwater_lab.training.checkpoints import FOLDER
 from headwater_lab.training.records import Event
+from headwater_lab.training.saving import how_to_load
 from headwater_lab.training.trained_models import measure_model
 from headwater_lab.util.model_kinds import AnyModel
 
@@ -53,15 +54,15 @@ def measure_held_out(label: str, model: AnyModel, data: Data, watch: Observer) -
     return measure_model(model, data, lambda: watch.show(label, next(batches), unit="batch"))
 
 
-def explain_plain(folder: Path, config: HeadwaterConfig, history: Sequence[Event]) -> list[str]:
-    """Write a sentence about the export of a model in `folder` for engines without headwater, if they can run it; else
-    none."""
+def describe_written(folder: Path, config: HeadwaterConfig, history: Sequence[Event]) -> list[str]:
+    """Write lines about a new model: how it is loaded, and exported for other engines if they can run it."""
+    lines = [f"written to {folder}", how_to_load(folder)]
     source = next((event.details["family"] for event in history if "family" in event.details), None)
-    if (family := find_fitting_family(expand_config(config), source)) is None:
-        return []
-    command = f"headwater export {shlex.quote(str(folder))} --family {family} --out NEW"
-    form = "with no part of headwater" if not config.mechanisms else "whose cache is smaller only in headwater"
-    return [f"It is a plain {family} model, {form}: `{command}` writes it for engines without headwater."]
+    if (family := find_fitting_family(expand_config(config), source)) is not None:
+        command = f"headwater export {shlex.quote(str(folder))} --family {family} --out NEW"
+        form = "with no part of headwater" if not config.mechanisms else "whose cache is smaller only in headwater"
+        lines.append(f"It is a plain {family} model, {form}: `{command}` writes it for engines without headwater.")
+    return lines
 
 
 @contextmanager
@@ -120,13 +121,8 @@ def write_html(title: str, rows: list[dict[str, str]], note: str = "") -> str:
 
 
 def _write_cell(cell: Any) -> str:
-    match cell:
-        case None:
-            return ""
-        case bool() | str():
-            return str(cell)
-        case int():
-            return f"{cell:,}"
-        case float():
-            return f"{cell:.4g}"
-    return str(cell)
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return f"{cell:,}"
+    return "" if cell is None else str(cell)

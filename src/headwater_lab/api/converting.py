@@ -16,7 +16,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import read_config, read_object
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import check_free, replace_text, sha256_of
-from headwater_lab.api.common import explain_plain, measure_held_out, quiet
+from headwater_lab.api.common import describe_written, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
 from headwater_lab.comparison.prices import choose_device
@@ -28,7 +28,7 @@ from headwater_lab.training.model_estimates import ConversionPrice, price_conver
 from headwater_lab.training.processes import autocast_forward, connect_processes
 from headwater_lab.training.records import CONTROL, CONVERSION, RunRecord
 from headwater_lab.training.run_folder import check_ours, mark_folder
-from headwater_lab.training.saving import how_to_load, publish_model, write_model
+from headwater_lab.training.saving import publish_model, write_model
 from headwater_lab.training.stages import (
     RECIPE,
     build_control,
@@ -382,5 +382,4 @@ def _report_conversion(
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
     watch.say(lined(*columns, rows=rows))
     checkpoint = newest_checkpoint(target)
-    lines = explain_plain(target, read_config(checkpoint), read_history(checkpoint))
-    watch.say("\n".join([f"written to {target}", how_to_load(target), *lines]))
+    watch.say("\n".join(describe_written(target, read_config(checkpoint), read_history(checkpoint))))

@@ -15,14 +15,14 @@ from headwater.models.quantization import check_full_precision
 from headwater.plugins import outside
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, shown
-from headwater_lab.api.common import explain_plain, measure_held_out, quiet
+from headwater_lab.api.common import describe_written, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.data.base import DataSettings
 from headwater_lab.recipe.messages import list_problems
 from headwater_lab.recipe.start_section import Change, changed_config
 from headwater_lab.training.model_changes import change_model, measure_change
 from headwater_lab.training.records import Event
-from headwater_lab.training.saving import how_to_load, write_model
+from headwater_lab.training.saving import write_model
 from headwater_lab.training.trained_models import (
     Trained,
     build_data,
@@ -228,7 +228,7 @@ def _write_model(trained: Trained, out: Path | None, watch: Observer) -> AnyMode
     """Return the model, and write it to a new folder if there is one."""
     if out is not None:
         write_model(out, trained.model, trained.tokenizer, trained.history, trained.state or None)
-        lines = [f"written to {out}", how_to_load(out), *explain_plain(out, trained.model.config, trained.history)]
+        lines = describe_written(out, trained.model.config, trained.history)
         if trained.tokenizer is None:
             kind = "image processor" if trained.model.main_input_name == "pixel_values" else "tokenizer"
             lines.append(f"The source has no {kind}, so none is written.")
