@@ -59,7 +59,9 @@ class ProgressReport(NamedTasks):
     def show(self, name: str, done: int, total: int | None = None, **changes: Any) -> None:
         """Update the task of this name; the first update creates and displays it."""
         self.start()
-        self.print_line(self.update_task(name, done, total, **changes).id)
+        task = self.update_task(name, done, total, **changes)
+        if self.disable:
+            self.print_line(task)
 
     def start(self) -> None:
         super().start()
@@ -67,20 +69,18 @@ class ProgressReport(NamedTasks):
 
     def stop(self) -> None:
         if self.is_running and self.disable:
-            for task_id in self.task_ids:
-                self.print_line(task_id, is_last=True)
+            for task in self.tasks:
+                self.print_line(task, is_last=True)
         elif self.is_running:
             super().stop()
         self.is_running = False
 
-    def print_line(self, task_id: TaskID, is_last: bool = False) -> None:
-        """Print a task's line if there is no terminal, the last one is old enough, and the line is new."""
-        if not (self.disable and self.is_running):
-            return
-        task, moment = self._tasks[task_id], time.monotonic()
-        printed, text = self.printed.get(task_id, (-LINE_SECONDS, ""))
+    def print_line(self, task: Task, is_last: bool = False) -> None:
+        """Print a task's line if the last one is old enough, and the line is new."""
+        moment = time.monotonic()
+        printed, text = self.printed.get(task.id, (-LINE_SECONDS, ""))
         if not is_last and task.visible and moment - printed < LINE_SECONDS:
             return
         if (line := write_line(task)) != text:
-            self.printed[task_id] = moment, line
+            self.printed[task.id] = moment, line
             print(literal(line), file=self.stream, flush=True)
