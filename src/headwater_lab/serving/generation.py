@@ -20,11 +20,7 @@ from headwater_lab.data.tokenizer import encode_texts, separator_id, warn_of_unk
 from headwater_lab.data.tokenizer_files import find_tokenizer, list_turn_ends
 from headwater_lab.serving.prompts import apply_chat_template
 from headwater_lab.serving.stops import UntilStop, before_stop
-from headwater_lab.training.checkpoints import (
-    check_sums,
-    load_model,
-    newest_checkpoint,
-)
+from headwater_lab.training.checkpoints import check_sums, load_model, newest_checkpoint
 from headwater_lab.training.trained_models import is_foreign, open_source
 
 logger = logging.getLogger(__name__)
@@ -60,16 +56,11 @@ def load_for_generation(
             f"with; add its tokenizer_config.json, or use the tokenizer the model was trained with."
         )
     stored = model.generation_config
-    _warn_of_ignored(stored, follow)
+    if changed := sorted((IGNORED - set(follow)) & stored.to_diff_dict().keys()):
+        logger.warning(f"generation_config.json sets {', '.join(changed)}, which is not followed here.")
     # `continue_prompts` sets the rest.
     model.generation_config = GenerationConfig(**{name: getattr(stored, name) for name in ("eos_token_id", *follow)})
     return model.eval(), tokenizer
-
-
-def _warn_of_ignored(settings: GenerationConfig, follow: Collection[str]) -> None:
-    """Log the settings of a generation_config.json that generation here does not follow."""
-    if changed := sorted((IGNORED - set(follow)) & settings.to_diff_dict().keys()):
-        logger.warning(f"generation_config.json sets {', '.join(changed)}, which is not followed here.")
 
 
 @dataclass(frozen=True)
@@ -112,9 +103,9 @@ def continue_prompts(
     """
     _check_texts(prompts, stop)
     end = cast(int, separator_id(tokenizer))  # `load_for_generation` has checked that there is one
-    ends = torch.tensor(sorted({end, *_list_ends(model), *(list_turn_ends(tokenizer) if chat else ())}))
+    ends = torch.tensor(sorted({end, *list_ends(model), *(list_turn_ends(tokenizer) if chat else ())}))
     warn_of_unknown(tokenizer, prompts)
-    rows = _encode_messages(tokenizer, prompts) if chat else encode_prompts(tokenizer, prompts, end)
+    rows = _encode_messages(tokenizer, prompts) if chat else encode_prompts(tokenizer, prompts)
     longest = max(map(len, rows))
     _check_length(model, longest, max_new_tokens)
     ids = torch.tensor([[end] * (longest - len(row)) + row for row in rows], device=model.device)
@@ -151,7 +142,8 @@ def continue_prompts(
     )
 
 
-def _list_ends(model: HeadwaterForCausalLM) -> list[int]:
+def list_ends(model: HeadwaterForCausalLM) -> list[int]:
+    """List the stop tokens in a model's generation_config.json."""
     ends = model.generation_config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else ends
 
@@ -162,9 +154,9 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str])
     return [apply_chat_template(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
-def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], end: int) -> list[list[int]]:
-    """Encode prompts as token ids. end: the only token of an empty prompt."""
-    return [ids or [end] for ids in encode_texts(tokenizer, prompts)]
+def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+    """Encode prompts as token ids; an empty one begins a document, as in OpenAI's API."""
+    return [ids or [cast(int, separator_id(tokenizer))] for ids in encode_texts(tokenizer, prompts)]
 
 
 def _check_texts(prompts: Sequence[str], stop: Sequence[str]) -> None:

@@ -72,7 +72,6 @@ class _Fields(BaseModel):
 
 
 Zero = Annotated[float, Field(ge=0, le=0)] | None
-Stop = Annotated[Any, AfterValidator(_stop_texts)]
 
 
 class StreamOptions(_Fields):
@@ -98,7 +97,7 @@ class Sampling(_Fields):
     presence_penalty: Zero = None
     frequency_penalty: Zero = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    stop: Stop = Field(default=None, validate_default=False)
+    stop: Annotated[Any, AfterValidator(_stop_texts)] = None
     stream_options: StreamOptions | None = None
 
 
@@ -118,22 +117,20 @@ class TextPart(_Fields):
     text: str
 
 
-class Message(_Fields):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, AfterValidator(lambda content: _check_content(content))]
-    # OpenAI's clients send these back with earlier answers.
-    type: Literal["message"] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
 def _check_content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise ValueError("should be a text, or a list of parts of type text")
     return "\n".join(TextPart.model_validate(item).text for item in content)  # as vLLM joins them
+
+
+class Message(_Fields):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, AfterValidator(_check_content)]
+    # OpenAI's clients send these back with earlier answers.
+    type: Literal["message"] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class Chat(Sampling):

@@ -6,16 +6,15 @@ Requests are checked by `requests`, and answered by `generate`, in one thread, o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import uvicorn
@@ -29,9 +28,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, StoppingCrit
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import LONGEST
 from headwater.util.errors import HeadwaterError, first_line, shown
-from headwater_lab.data.tokenizer import separator_id
 from headwater_lab.data.tokenizer_files import list_turn_ends
-from headwater_lab.serving.generation import encode_prompts, load_for_generation
+from headwater_lab.serving.generation import encode_prompts, list_ends, load_for_generation
 from headwater_lab.serving.prompts import apply_chat_template
 from headwater_lab.serving.requests import (
     LENGTHS,
@@ -123,7 +121,10 @@ class ModelServer:
     async def answer_completion(self, request: Request) -> Response:
         """Answer one prompt or several, as text or as token ids."""
         fields = await self._read_request(request, Completion)
-        return await self._answer(request, fields, [self._encode_prompt(prompt) for prompt in fields["prompt"]])
+        prompts = fields["prompt"]
+        if isinstance(prompts[0], str):
+            prompts = encode_prompts(self.tokenizer, prompts)
+        return await self._answer(request, fields, prompts)
 
     async def answer_chat(self, request: Request) -> Response:
         """Answer a conversation, which needs a chat template."""
@@ -139,13 +140,6 @@ class ModelServer:
         fields = read_fields(kind, read_json(body))
         self._describe_model(fields.get("model", self.name))
         return fields
-
-    def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
-        """Encode a prompt as token ids; an empty one begins a document, as in OpenAI's API."""
-        end = cast(int, separator_id(self.tokenizer))  # `load_for_generation` has checked that there is one
-        if isinstance(prompt, list):
-            return prompt or [end]
-        return encode_prompts(self.tokenizer, [prompt], end)[0]
 
     async def _answer(self, request: Request, fields: dict[str, Any], prompts: list[list[int]]) -> Response:
         runs = [Continuation(self.model, self.tokenizer, prompt, fields) for prompt in prompts]
@@ -268,8 +262,7 @@ class Continuation(StoppingCriteria):
         # Special tokens are not part of the text, so a stop text that is one must be compared as a token.
         ends = [tokenizer.convert_tokens_to_ids(stop) for stop in self.stops if stop in tokenizer.all_special_tokens]
         ends += list_turn_ends(tokenizer) if "messages" in fields else []
-        end = self.config.eos_token_id
-        self.ends = {*ends, *([] if end is None else end if isinstance(end, list) else [end])}
+        self.ends = {*ends, *list_ends(model)}
         self.config.eos_token_id = sorted(self.ends) or None
         self.until, self.new = UntilStop(self.stops), list[int]()
         # The text of the tokens before `shown` has been passed on. That of the next ones may depend on those from
@@ -290,7 +283,11 @@ class Continuation(StoppingCriteria):
         if self.cancelled:
             return
         ids = torch.tensor([self.prompt], device=self.model.device)
-        with _seed_draws(self.fields.get("seed"), self.model.device):
+        seed, kind = self.fields.get("seed"), self.model.device.type
+        devices = [] if kind == "cpu" else [self.model.device]
+        with torch.random.fork_rng(devices, seed is not None, device_type=kind if devices else "cuda"):
+            if seed is not None:
+                torch.manual_seed(seed)
             self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -328,8 +325,7 @@ def _make_config(model: HeadwaterForCausalLM, fields: dict[str, Any]) -> Generat
     options = {"temperature": 1.0, "top_k": 0} | stored | {name: fields[name] for name in SAMPLING if name in fields}
     if options["temperature"] == 0:  # greedy decoding has no other options
         options = {name: value for name, value in options.items() if name == PENALTY}
-    ends, samples = model.generation_config.eos_token_id, "temperature" in options
-    return GenerationConfig(eos_token_id=ends, pad_token_id=0, do_sample=samples, **options)
+    return GenerationConfig(pad_token_id=0, do_sample="temperature" in options, **options)
 
 
 def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> int:
@@ -351,15 +347,3 @@ def _choose_length(config: Any, prompt: list[int], fields: dict[str, Any]) -> in
             field, f"{fields[field]} new tokens after a prompt of {len(prompt):,} are more than the limit of {most:,}"
         )
     return min(DEFAULT_LENGTH, room) if field is None else fields[field]
-
-
-@contextlib.contextmanager
-def _seed_draws(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers from a seed in this context, and restore the state of the generators after it."""
-    if seed is None:
-        yield
-        return
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        yield
