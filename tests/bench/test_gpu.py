@@ -468,7 +468,7 @@ def test_targets(phase, columns, device, expected):
     assert (judged is None) == (expected is None)
     if judged is not None:
         target, figure = judged
-        assert (target.least or target.most, figure, target.is_met(figure)) == expected
+        assert (target.limit, figure, target.is_met(figure)) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import transformers
@@ -33,20 +33,10 @@ from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.documents import FLASH3, make_cu_seq_lens
 from headwater.plugins.registry import MECHANISMS, resolve
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu
-from headwater_lab.bench.gpu_queue import (
-    CUT,
-    FAILED,
-    LATE,
-    RECOMMENDED,
-    WRONG,
-    append_line,
-    is_open,
-    list_rows,
-    read_lines,
-)
+from headwater_lab.bench.gpu_queue import CUT, FAILED, LATE, RECOMMENDED, WRONG, append_line, is_open, read_lines
 from headwater_lab.bench.paired import PairedTimes, random_ids, take_turns
 from headwater_lab.bench.shapes import ModelShape, StepShape
 from headwater_lab.bench.training_speed import make_twins, training_step
@@ -54,7 +44,6 @@ from headwater_lab.util.machine import c_compiler
 from headwater_lab.util.machine_speed import copy_bandwidth, matmul_flops, peak_of, tf32
 
 Measurement = dict[str, Any]
-M = TypeVar("M", bound=PreTrainedModel)
 
 
 class Sizes(NamedTuple):
@@ -101,18 +90,18 @@ class Phase:
 
     def __init__(self, name: str, report: Path, device: str, seconds: float) -> None:
         self.name, self.report, self.device = name, report, torch.device(device)
-        self.sizes = ON_GPU if self.device.type == "cuda" else ON_CPU
-        self.deadline = time.monotonic() + seconds
         self.on_gpu = self.device.type == "cuda"
-        lines = [line for line in read_lines(report) if line.get("phase") == name and "row" in line]
-        self.measured = [line["row"] for line in list_rows(lines) if not is_open(line)]
+        self.sizes = ON_GPU if self.on_gpu else ON_CPU
+        self.deadline = time.monotonic() + seconds
+        self.measured: list[Measurement] = []
         self.cuts: list[Measurement] = []  # since the last new result: a row may contain the work of others
-        results: list[Measurement] = []
-        for line in lines:
+        for line in read_lines(report):
+            if line.get("phase") != name or "row" not in line:
+                continue
             if line["result"].get("outcome") == CUT:
                 self.cuts.append(line["row"])
-            elif not is_open(line) and line["row"] not in results:
-                results.append(line["row"])
+            elif not is_open(line) and line["row"] not in self.measured:
+                self.measured.append(line["row"])
                 self.cuts.clear()
 
     def put(self, row: Measurement, result: Measurement) -> None:
@@ -140,10 +129,8 @@ class Phase:
         except torch.OutOfMemoryError:
             self.put(row, {"outcome": "skipped: not enough memory"})
         except Exception as error:
-            message = (str(error).strip().splitlines() or [""])[0]
-            self.put(row, {"outcome": f"{FAILED}: {type(error).__name__}: {message[:300]}"})
-        if self.on_gpu:
-            torch.cuda.empty_cache()
+            self.put(row, {"outcome": f"{FAILED}: {type(error).__name__}: {first_line(error)[:300]}"})
+        torch.cuda.empty_cache()
 
     def seconds(self, run: Callable[[], object], times: int) -> float:
         """Measure the seconds of a run, over `times` runs without waits between them."""
@@ -172,7 +159,7 @@ def make_model(phase: Phase, layers: int, width: int, context: int, **changes: A
     return draw_weights(model, phase.device)
 
 
-def draw_weights(model: M, device: torch.device) -> M:
+def draw_weights(model: HeadwaterForCausalLM, device: torch.device) -> HeadwaterForCausalLM:
     """Give a model without storage random weights, drawn on the device."""
     model.float().to_empty(device=device)
     with torch.no_grad():
@@ -217,8 +204,8 @@ def environment(phase: Phase) -> None:
     if sheet is not None:
         figures = {"bf16, TFLOP/s": sheet.flops / 1e12, "bandwidth, GB/s": sheet.bandwidth / 1e9}
         phase.put({"sheet": sheet.source}, figures)
-    attempt = partial(phase.attempt, least=0)
-    attempt(lambda: {"GB/s": copy_bandwidth(device) / 1e9}, measured="copy, bytes read and written")
+    attempt_briefly = partial(phase.attempt, least=0)
+    attempt_briefly(lambda: {"GB/s": copy_bandwidth(device) / 1e9}, measured="copy, bytes read and written")
 
     def matmul(dtype: torch.dtype, rounded: bool) -> Measurement:
         return {"TFLOP/s": matmul_flops(device, dtype, rounded) / 1e12}
@@ -227,38 +214,32 @@ def environment(phase: Phase) -> None:
     if phase.on_gpu:
         kinds["float32 in TF32"] = (torch.float32, True)
     for name, (dtype, rounded) in kinds.items():
-        attempt(partial(matmul, dtype, rounded), measured=f"matmul {name}")
+        attempt_briefly(partial(matmul, dtype, rounded), measured=f"matmul {name}")
 
 
 def correctness(phase: Phase) -> None:
     """Check the contract on this device: cached = uncached, packed = separate, bf16 near fp64, compiled = eager."""
     mechanisms_by_name = combine_mechanisms()
+    extremes = {name: options for name, options in mechanisms_by_name.items() if name in ("none", "together")}
+    attempt_briefly = partial(phase.attempt, least=0)
     for name, options in mechanisms_by_name.items():
-        phase.attempt(partial(_check_model, phase, options), least=0, mechanisms=name)
+        attempt_briefly(partial(_check_model, phase, options), mechanisms=name)
     for name, options in mechanisms_by_name.items():
-        phase.attempt(partial(_same_tokens, phase, options, False), least=0, tokens=name)
-    extremes = [name for name in ("none", "together") if name in mechanisms_by_name]
-    for name in extremes:
-        phase.attempt(partial(_check_packed, phase, mechanisms_by_name[name], VARLEN), least=0, packed=name)
+        attempt_briefly(partial(_same_tokens, phase, options), tokens=name)
+    for name, options in extremes.items():
+        attempt_briefly(partial(_check_packed, phase, options, VARLEN), packed=name)
         if has_flash3(phase):
-            flash = partial(_check_packed, phase, mechanisms_by_name[name], FLASH3)
-            phase.attempt(flash, least=0, packed=f"{name}, FlashAttention 3")
-        decode = partial(_same_tokens, phase, mechanisms_by_name[name], False, join=True)
-        phase.attempt(decode, least=0, tokens=f"{name}, joined products")
-
+            attempt_briefly(partial(_check_packed, phase, options, FLASH3), packed=f"{name}, FlashAttention 3")
+        attempt_briefly(partial(_same_tokens, phase, options, join=True), tokens=f"{name}, joined products")
     # Compilation takes most of the time, a minute or more for as many mechanisms as fit into one model.
-    def compiled(name: str, join: bool = False) -> None:
-        label = f"{name}, joined products" if join else name
-        phase.attempt(partial(_check_compiled, phase, mechanisms_by_name[name], join), compiled=label)
-
-    for name in mechanisms_by_name:
+    for name, options in mechanisms_by_name.items():
         if name in PRESETS[RECOMMENDED].fields["mechanisms"]:
-            compiled(name)
-    for name in extremes:
-        compiled(name)
-        compiled(name, join=True)
-        phase.attempt(partial(_check_replayed, phase, mechanisms_by_name[name]), replayed=name)
-        phase.attempt(partial(_same_tokens, phase, mechanisms_by_name[name], True), tokens=f"{name}, compiled")
+            phase.attempt(partial(_check_compiled, phase, options), compiled=name)
+    for name, options in extremes.items():
+        phase.attempt(partial(_check_compiled, phase, options), compiled=name)
+        phase.attempt(partial(_check_compiled, phase, options, join=True), compiled=f"{name}, joined products")
+        phase.attempt(partial(_check_replayed, phase, options), replayed=name)
+        phase.attempt(partial(_same_tokens, phase, options, compiled=True), tokens=f"{name}, compiled")
 
 
 def _make_small(
@@ -293,8 +274,7 @@ def _check_model(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
     packed = model(ids, position_ids=positions, use_cache=False).logits
     alone = torch.cat([model(document, use_cache=False).logits for document in ids.split([20, 28], 1)], 1)
     apart = float((packed - alone).abs().max())
-    half = model.to(torch.bfloat16)(ids, use_cache=False).logits.double()
-    near = float((half - uncached).square().mean().sqrt() / uncached.square().mean().sqrt())
+    near = _relative_error(model.to(torch.bfloat16)(ids, use_cache=False).logits, uncached)
     fine = cached < 1e-9 and apart < 1e-9 and near < 1e-2
     return {"cached - whole": cached, "packed - apart": apart, "bf16, rms": near, "outcome": "ok" if fine else WRONG}
 
@@ -311,12 +291,12 @@ def _check_packed(phase: Phase, mechanisms: dict[str, dict], kernel: str) -> Mea
     with Precision.BF16_MIXED.autocast(phase.device.type):
         for attention in ("sdpa", kernel):
             model.set_attn_implementation(attention)
-            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state.double())
-    apart = float((states[1] - states[0]).square().mean().sqrt() / states[0].square().mean().sqrt())
+            states.append(model.model(ids, use_cache=False, **documents).last_hidden_state)
+    apart = _relative_error(states[1], states[0])
     return {"from the mask, rms": apart, "outcome": "ok" if apart < 2e-2 else WRONG}
 
 
-def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool, join: bool = False) -> Measurement:
+def _same_tokens(phase: Phase, mechanisms: dict[str, dict], compiled: bool = False, join: bool = False) -> Measurement:
     """Compare the tokens of a static cache, whose steps a GPU replays as a graph, with those without a cache."""
     model, ids = _make_small(phase, mechanisms, 16, torch.float64)
     mask = torch.ones_like(ids)
@@ -333,21 +313,21 @@ def has_flash3(phase: Phase) -> bool:
     return phase.on_gpu and is_kernels_available() and torch.cuda.get_device_capability(phase.device)[0] == 9
 
 
-def _check_compiled(phase: Phase, mechanisms: dict[str, dict], join: bool) -> Measurement:
+def _check_compiled(phase: Phase, mechanisms: dict[str, dict], join: bool = False) -> Measurement:
     model, ids = _make_small(phase, mechanisms, 64)
     model.train()
 
     def gradients() -> Tensor:
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
     with tf32(False):  # otherwise TF32 would be compared with TF32
         eager = gradients()
         _count_graphs()
         compile_blocks(model.model.layers, phase.sizes.backend, join)
         compiled_gradients = gradients()
-    error = float((compiled_gradients - eager).norm() / eager.norm())
+    error = _relative_error(compiled_gradients, eager)
     return {"gradients": error, **_count_graphs(), "outcome": "ok" if error < 1e-4 else WRONG}
 
 
@@ -368,9 +348,15 @@ def _check_replayed(phase: Phase, mechanisms: dict[str, dict]) -> Measurement:
             if step != 3:
                 optimizer.step()
             optimizer.zero_grad()
-        states.append(torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()]))
-    error = float((states[1] - states[0]).norm() / states[0].norm())
+        states.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    error = _relative_error(states[1], states[0])
     return {"weights": error, **_count_graphs(), "outcome": "ok" if error < 1e-6 else WRONG}
+
+
+def _relative_error(x: Tensor, reference: Tensor) -> float:
+    """Measure the norm of a tensor's difference from the reference, divided by that of the reference."""
+    x, reference = x.double(), reference.double()
+    return float((x - reference).norm() / reference.norm())
 
 
 def _count_graphs() -> Measurement:
@@ -461,8 +447,7 @@ def training(phase: Phase) -> None:
     for name, shape in sizes.training.items():
         for label, settings in remedies.items():
             phase.attempt(partial(measure, shape, **settings), model=name, compiled=label)
-    for label in ("whole", "whole, CUDA graphs"):
-        graphs = phase.on_gpu and label != "whole"
+    for label, graphs in {"whole": False, "whole, CUDA graphs": phase.on_gpu}.items():
         steps = partial(measure, sizes.small, whole=True, cuda_graphs=graphs)
         phase.attempt(steps, model="{} layers of {}".format(*sizes.small), compiled=label)
     name, shape = next(iter(sizes.training.items()))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from headwater import __version__
-from headwater.util.errors import HeadwaterError, nearest
+from headwater.util.errors import HeadwaterError, check_known
 from headwater.util.files import explain_absence
 from headwater.util.processor import describe_cpu
 from headwater_lab.util.clone import find_commit, today
@@ -49,19 +49,18 @@ Line = dict[str, Any]
 class SpeedTarget:
     """A bound on a figure of a phase. row: what its rows have; key: the figure's column; device: part of its name.
 
-    For `most`, the cost of a step is divided by that of its FLOPs, which a mechanism may add.
+    limit: the most for a ratio of times, divided by that of FLOPs, which a mechanism may add; the least for a share.
     """
 
     phase: str
     row: Mapping[str, Any]
     key: str
-    least: float | None = None
-    most: float | None = None
+    limit: float
     device: str = ""
 
     @property
     def bound(self) -> str:
-        return f"at least {self.least:.2f}" if self.least is not None else f"at most {self.most:.2f}"
+        return f"at {'most' if self.key == _RATIO else 'least'} {self.limit:.2f}"
 
     def read_figure(self, phase: str, columns: Mapping[str, Any], device: str) -> float | None:
         """Read the figure that this target bounds; None if it bounds none of these columns."""
@@ -72,28 +71,30 @@ class SpeedTarget:
         return columns[self.key] / columns.get("FLOPs, ratio", 1.0)
 
     def is_met(self, figure: float) -> bool:
-        return figure >= self.least if self.least is not None else figure <= (self.most or 0.0)
+        return figure <= self.limit if self.key == _RATIO else figure >= self.limit
 
 
-_ALL_PAIRS, _SHARE = "MFU, all pairs", "of the copy bandwidth"
+_ALL_PAIRS, _SHARE, _RATIO = "MFU, all pairs", "of the copy bandwidth", "ratio"
 _ONE_ROW = {"batch": 1, "step": "compiled"}
 # The first that fits a row counts.
 TARGETS = (
-    SpeedTarget("training", {"model": "124M"}, _ALL_PAIRS, least=0.50, device="H200"),
-    SpeedTarget("training", {"model": "350M"}, _ALL_PAIRS, least=0.53, device="H200"),
-    SpeedTarget("training", {"model": "124M"}, _ALL_PAIRS, least=0.46, device="H100"),
-    SpeedTarget("training", {"model": "350M"}, _ALL_PAIRS, least=0.49, device="H100"),
-    SpeedTarget("decoding", {"model": "1.5B", **_ONE_ROW}, _SHARE, least=0.50),
-    SpeedTarget("decoding", {"model": "124M", **_ONE_ROW}, _SHARE, least=0.30),
-    SpeedTarget("mechanisms", {"mechanism": RECOMMENDED}, "ratio", most=1.05),
-    SpeedTarget("mechanisms", {}, "ratio", most=1.03),
+    SpeedTarget("training", {"model": "124M"}, _ALL_PAIRS, 0.50, "H200"),
+    SpeedTarget("training", {"model": "350M"}, _ALL_PAIRS, 0.53, "H200"),
+    SpeedTarget("training", {"model": "124M"}, _ALL_PAIRS, 0.46, "H100"),
+    SpeedTarget("training", {"model": "350M"}, _ALL_PAIRS, 0.49, "H100"),
+    SpeedTarget("decoding", {"model": "1.5B", **_ONE_ROW}, _SHARE, 0.50),
+    SpeedTarget("decoding", {"model": "124M", **_ONE_ROW}, _SHARE, 0.30),
+    SpeedTarget("mechanisms", {"mechanism": RECOMMENDED}, _RATIO, 1.05),
+    SpeedTarget("mechanisms", {}, _RATIO, 1.03),
 )
 
 
 def judge_row(phase: str, columns: Mapping[str, Any], device: str) -> tuple[SpeedTarget, float] | None:
     """Find the target that bounds a row, and the figure; None without one."""
-    figures = ((target, target.read_figure(phase, columns, device)) for target in TARGETS)
-    return next(((target, figure) for target, figure in figures if figure is not None), None)
+    for target in TARGETS:
+        if (figure := target.read_figure(phase, columns, device)) is not None:
+            return target, figure
+    return None
 
 
 def bench_gpu(
@@ -128,8 +129,8 @@ def bench_gpu(
 
 def _check_inputs(only: Sequence[str], inputs: Mapping[str, Path | None]) -> dict[str, str]:
     """Find the paths of the inputs. Raises `HeadwaterError` for an unknown phase, and a file that does not exist."""
-    if unknown := [name for name in only if name not in PHASES]:
-        raise HeadwaterError(f"There is no phase named {unknown[0]!r}; {nearest(unknown[0], PHASES)}")
+    for name in only:
+        check_known("There is no phase named", name, PHASES)
     paths = {name: str(path.absolute()) for name, path in inputs.items() if path is not None}
     if missing := [path for path in paths.values() if not Path(path).exists()]:
         raise HeadwaterError(f"{explain_absence(missing[0])}.")
@@ -229,13 +230,9 @@ def _tell_rows(report: Path, shown: int, tell: Callable[[str], None]) -> int:
     lines = read_lines(report)
     for line in lines[shown:]:
         if "row" in line and line["result"].get("outcome") != CUT:
-            cells = (line["row"] | line["result"]).items()
-            tell(
-                "  "
-                + ", ".join(
-                    f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in cells
-                )
-            )
+            columns = line["row"] | line["result"]
+            cells = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in columns.items()}
+            tell(f"  {', '.join(f'{key} {cell}' for key, cell in cells.items())}")
     return len(lines)
 
 

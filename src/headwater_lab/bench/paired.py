@@ -57,11 +57,11 @@ class TurnsInterrupted(KeyboardInterrupt):
 
 
 def time_interleaved(
-    a: Callable[[], object], b: Callable[[], object], pairs: int, warmup: int = 3, show: Show = ignore_progress
+    a: Callable[[], object], b: Callable[[], object], pairs: int, show: Show = ignore_progress
 ) -> PairedTimes:
     """Time `pairs` pairs; the order within a pair alternates. See `take_turns`."""
-    times = take_turns({"a": partial(seconds, a), "b": partial(seconds, b)}, pairs, warmup, show)
-    return PairedTimes(times["a"], times["b"])
+    times = take_turns({"a": partial(seconds, a), "b": partial(seconds, b)}, pairs, warmup=3, show=show)
+    return PairedTimes(**times)
 
 
 def take_turns(

@@ -57,14 +57,13 @@ def text_pair(
     model = HeadwaterForCausalLM(of_gpt2 if base == "gpt2" else HeadwaterConfig(**sizes))
     reference = to_transformers(model, base)
     model.set_attn_implementation(attention)
-    inputs = tuple(_draw_tokens(shape) for _ in range(2))
+    inputs, reference_inputs = _draw_tokens(shape), _draw_tokens(shape)
     if documents is not None:
         positions = packed_positions(shape.batch_size, shape.context, documents)
-        for batch in inputs:
-            batch["position_ids"] = positions
+        inputs["position_ids"] = reference_inputs["position_ids"] = positions
         if takes_documents(attention) and (borders := make_cu_seq_lens(positions)) is not None:
-            inputs[0]["cu_seq_lens_q"] = borders
-    return ModelPair((model, reference), (inputs[0], inputs[1]))
+            inputs["cu_seq_lens_q"] = borders
+    return ModelPair((model, reference), (inputs, reference_inputs))
 
 
 def image_pair(
@@ -122,25 +121,20 @@ def bench_steps(
     try:
         for label, pair in compared:
             if memory:
-                rows.append({"": label} | _compare_memory(stored_by_pair(pair, precision), reference))
+                a, b = (stored / 1e6 for stored in stored_by_pair(pair, precision))
+                cells = {"MB kept": f"{a:.1f}", f"{reference}, MB kept": f"{b:.1f}", "ratio": f"{a / b:.3f}"}
+                rows.append({"": label} | cells)
             else:
                 paired = time_pair(pair, precision, pairs, device, lambda _, *done, label=label: show(label, *done))
                 rows.append({"": label} | _compare_times(paired, reference))
-    except TurnsInterrupted as signal:
-        rows.append({"": label} | _compare_times(PairedTimes(signal.results["a"], signal.results["b"]), reference))
-        is_whole = False
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as signal:
+        if isinstance(signal, TurnsInterrupted):
+            rows.append({"": label} | _compare_times(PairedTimes(**signal.results), reference))
         if not rows:
             raise
         is_whole = False
     settings = "" if memory else f", pairs {pairs}; {describe_device(device)}"
     return Benchmark(f"{title}, precision {precision}{settings}", rows, is_whole=is_whole)
-
-
-def _compare_memory(stored: tuple[int, int], reference: str) -> dict[str, str]:
-    """Write the bytes stored by two models as columns."""
-    a, b = stored
-    return {"MB kept": f"{a / 1e6:.1f}", f"{reference}, MB kept": f"{b / 1e6:.1f}", "ratio": f"{a / b:.3f}"}
 
 
 def _compare_times(paired: PairedTimes, reference: str) -> dict[str, str]:
