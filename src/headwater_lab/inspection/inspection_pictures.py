@@ -118,7 +118,6 @@ def _draw_heatmap(
     low, high = scale
     colors = "RdBu_r" if low < 0 else "Blues"
     image = axes.imshow(values, vmin=low, vmax=high, cmap=colors, aspect="auto", interpolation="nearest")
-    axes.set(xlim=(-0.5, grid.columns - 0.5), ylim=(depth - 0.5, -0.5))
     axes.set_xlabel(grid.across, fontsize=8, loc="left")
     axes.set_ylabel("layer", fontsize=8)
     axes.tick_params(length=0, labelsize=7)

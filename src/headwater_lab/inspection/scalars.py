@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -88,10 +88,9 @@ def compose_windows(block: Block, tensor: str) -> Tensor | None:
     """Find the weights that mix a layer's keys ("k") or values ("v") over tokens, [window, its heads]; None without."""
     composed: Tensor | None = None
     for _, module in find_mechanisms(block):
-        show: Any = getattr(module, "show_windows", None)
-        window = None if show is None else show().get(tensor)
-        if window is not None:
-            composed = window if composed is None else compose_taps(composed, window)
+        windows: dict[str, Tensor] = getattr(module, "show_windows", dict)()
+        if tensor in windows:
+            composed = windows[tensor] if composed is None else compose_taps(composed, windows[tensor])
     return composed
 
 

@@ -66,9 +66,13 @@ class Sums:
         self.total[name, layer] += total
         self.count[name, layer] += count
 
-    def mean(self, name: str, layer: int) -> Any:
-        mean = self.total[name, layer] / max(1, self.count[name, layer])
-        return mean.tolist() if isinstance(mean, Tensor) else mean
+    def list_means(self, name: str, layers: int) -> list[Any]:
+        """List a measure's means by layer; None where nothing was added."""
+        means = [
+            self.total[name, layer] / max(1, self.count[name, layer]) if (name, layer) in self.count else None
+            for layer in range(layers)
+        ]
+        return [mean.tolist() if isinstance(mean, Tensor) else mean for mean in means]
 
 
 @contextmanager
@@ -109,8 +113,7 @@ def induction_scores(model: AnyModel, sample: Sample, period: int) -> Induction:
             hook(block.self_attn, lambda _, __, ___, output, layer=layer: add_scores(layer, output[1]))
         for batch in sample.iterate_batches(model):
             _run_model(model, batch)
-    layers = range(len(taps))
-    scores = ([sums.mean(name, layer) for layer in layers] for name in ("attention", "effective"))
+    scores = (sums.list_means(name, len(taps)) for name in ("attention", "effective"))
     return Induction(sample.rows, period, *scores)
 
 
@@ -162,25 +165,21 @@ class Watch:
     """The sums of `read_sample`: one method per measurement. sight: of the current batch, set before the model runs."""
 
     def __init__(self, model: AnyModel) -> None:
-        self.model, self.sums = model, Sums()
+        self.model, self.blocks, self.sums = model, list_blocks(model), Sums()
         self.taps = value_taps(model)
-        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in list_blocks(model)]
+        self.beside = [bool(block.self_attn.stages[Stage.ADDED_KEY_VALUES.value]) for block in self.blocks]
         self.has_first_token = not is_of_images(model.config) or model.config.pooling == "token"
         self.first_patch = model.config.first_patch if is_of_images(model.config) else 0
         self.sight: Sight
 
     def add_hooks(self, hook: Callable[..., None]) -> None:
-        all_blocks = list_blocks(self.model)
-        for layer, block in enumerate(all_blocks):
+        for layer, block in enumerate(self.blocks):
             hook(block, lambda _, inputs, __, ___, layer=layer: self.add_similarity("hidden", layer, inputs[0]))
             hook(block.self_attn, lambda _, __, ___, output, layer=layer: self.measure_attention(layer, output[1]))
             hook(block.self_attn.o_proj, lambda _, inputs, __, ___, layer=layer: self.measure_heads(layer, inputs[0]))
             if block.self_attn.v_proj is not None:
-                hook(
-                    block.self_attn.v_proj,
-                    lambda _, __, ___, v, layer=layer: self.add_similarity("values", layer, v),
-                )
-        hook(all_blocks[-1], lambda _, __, ___, output: self.add_similarity("hidden", len(all_blocks), output[0]))
+                hook(block.self_attn.v_proj, lambda _, __, ___, v, layer=layer: self.add_similarity("values", layer, v))
+        hook(self.blocks[-1], lambda _, __, ___, output: self.add_similarity("hidden", len(self.blocks), output[0]))
 
     def add_similarity(self, name: str, layer: int, x: Tensor) -> None:
         self.sums.add(name, layer, float(token_similarity(x[:, self.first_patch :]).sum()), len(x))
@@ -210,7 +209,7 @@ class Watch:
         """Measure each head's share of the output. out [B, T, H·w]: the input of the output projection."""
         count = layer_config(self.model.config, layer).num_attention_heads
         heads = out.chunk(count, dim=-1)
-        output = list_blocks(self.model)[layer].self_attn.o_proj
+        output = self.blocks[layer].self_attn.o_proj
         if isinstance(output, nn.Linear):
             heads = tuple(x @ w.T for x, w in zip(heads, output.weight.chunk(count, dim=1), strict=True))
         lengths = torch.stack([head.double().norm(dim=-1) for head in heads], dim=-1)
@@ -218,15 +217,14 @@ class Watch:
         self.sums.add("use", layer, shares.sum((0, 1)), shares.shape[0] * shares.shape[1])
 
     def summarize(self) -> Read:
-        all_blocks = list_blocks(self.model)
-        layers = range(len(all_blocks))
+        layers = len(self.blocks)
 
         def by_head(name: str) -> PerHead:
-            return [self.sums.mean(name, layer) for layer in layers]
+            return self.sums.list_means(name, layers)
 
         return Read(
-            hidden=[self.sums.mean("hidden", layer) for layer in range(len(all_blocks) + 1)],
-            values=[None if b.self_attn.v_proj is None else self.sums.mean("values", b.plan.index) for b in all_blocks],
+            hidden=self.sums.list_means("hidden", layers + 1),
+            values=self.sums.list_means("values", layers),
             entropy=by_head("entropy"),
             normalized_entropy=by_head("normalized"),
             first_token=by_head("first") if self.has_first_token else None,
