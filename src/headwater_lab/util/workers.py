@@ -51,16 +51,13 @@ class Worker:
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows
         )
         threading.Thread(target=self._watch_process, args=[on_answer], daemon=True).start()
-        self._send_json({"path": list(map(str, sys.path)), "function": function})
+        self.call(path=list(map(str, sys.path)), function=function)
 
     def call(self, **arguments: Any) -> None:
         """Call the function; the result goes to `on_answer`."""
-        self._send_json(arguments)
-
-    def _send_json(self, content: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # the process has ended, and `on_answer` will be told
-            self.process.stdin.write(json.dumps(content).encode() + b"\n")
+            self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
             self.process.stdin.flush()
 
     def _watch_process(self, on_answer: Callable[[Worker, Answer], None]) -> None:
@@ -132,7 +129,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 class _Calls:
-    """The calls that come through a pipe. When the parent closes it, this process ends, even during a call."""
+    """The calls that come through a pipe. When the parent closes it, this process ends, even during a call.
+
+    queue: the calls' arguments; None when no more will come.
+    """
 
     def __init__(self, pipe: BinaryIO) -> None:
         self.pipe, self.queue = pipe, queue.SimpleQueue[dict[str, Any] | None]()
@@ -148,10 +148,6 @@ class _Calls:
         if self.open:
             os._exit(1)
         self.queue.put(None)
-
-    def wait_for_call(self) -> dict[str, Any] | None:
-        """Wait for the next call; None when no more will come."""
-        return self.queue.get()
 
     def end_call(self) -> None:
         """Note that the last call is about to be answered."""
@@ -178,14 +174,14 @@ def main() -> None:
             answers.write(json.dumps(answer).encode() + b"\n")
             answers.flush()
 
-    setup = calls.wait_for_call()
+    setup = calls.queue.get()
     if setup is None:  # the parent ended before it said anything
         return
     sys.path[:] = setup["path"]
     module, _, name = setup["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     send_answer({"ready": True})
-    while (arguments := calls.wait_for_call()) is not None:
+    while (arguments := calls.queue.get()) is not None:
         try:
             answer = {"result": function(**arguments)}
         except Exception as error:
