@@ -13,7 +13,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.measure import Measurement, measure_renderables
 from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -149,22 +149,18 @@ class Table(RichTable):
     def _fit_columns(self, console: Console, options: ConsoleOptions) -> list[int] | None:
         """Choose the columns' widths; None if the rows are to be stacked."""
         unlimited = options.update(width=UNLIMITED)
-
-        def measure(cells: Iterable[RenderableType]) -> tuple[int, int]:
-            ranges = [Measurement.get(console, unlimited, cell) for cell in cells]
-            return max((r.minimum for r in ranges), default=0), max((r.maximum for r in ranges), default=0)
-
         for column in self.columns:
             column.width = None
-        heads, cells = [measure([c.header]) for c in self.columns], [measure(c.cells) for c in self.columns]
-        full = [max(head[1], cell[1]) for head, cell in zip(heads, cells, strict=True)]
+        heads = [Measurement.get(console, unlimited, column.header) for column in self.columns]
+        cells = [measure_renderables(console, unlimited, list(column.cells)) for column in self.columns]
+        full = [max(head.maximum, cell.maximum) for head, cell in zip(heads, cells, strict=True)]
         room = options.max_width - (Measurement.get(console, unlimited, self).maximum - sum(full))
         for unbroken in (UNLIMITED, NARROW):
-            shortest = [cell[cell[1] <= unbroken] for cell in cells]
-            least = [max(head[0], cell) for head, cell in zip(heads, shortest, strict=True)]
+            shortest = [cell.maximum if cell.maximum <= unbroken else cell.minimum for cell in cells]
+            least = [max(head.minimum, cell) for head, cell in zip(heads, shortest, strict=True)]
             if sum(least) <= room:
                 widths = _share_width(room, least, full)
-                lines = [cell[1] / max(1, width) for cell, width in zip(cells, widths, strict=True)]
+                lines = [cell.maximum / max(1, width) for cell, width in zip(cells, widths, strict=True)]
                 return widths if max(lines, default=0) <= MOST_LINES else None
         return None
 
@@ -173,14 +169,13 @@ class Table(RichTable):
         for first, *cells in zip(*(column.cells for column in self.columns), strict=True):
             yield first
             indent = " " * (len(str(first)) - len(str(first).lstrip()) + 2)
-            line = ""
+            lines: list[str] = []
             for pair in (f"{name}: {cell}" for name, cell in zip(names[1:], cells, strict=True) if str(cell)):
-                if line and cell_len(longer := f"{line}   {pair}") <= width:
-                    line = longer
+                if lines and cell_len(longer := f"{lines[-1]}   {pair}") <= width:
+                    lines[-1] = longer
                 else:
-                    yield from [Prose(line)] if line else []
-                    line = indent + pair
-            yield from [Prose(line)] if line else []
+                    lines.append(indent + pair)
+            yield from map(Prose, lines)
 
 
 def _share_width(room: int, least: Sequence[int], full: Sequence[int]) -> list[int]:
