@@ -77,12 +77,11 @@ class Registry:
             return getattr(import_module(module, __package__), attribute)
         if name in self.added:
             return self.added[name]
-        if (point := self.entry_points.get(name)) is not None:
+        # An installed package is trusted under both of its names.
+        targets = {point.value.replace(" ", ""): point for point in self.entry_points.values()}
+        if (point := self.entry_points.get(name) or targets.get(name)) is not None:
             return self._check_kind(name, _load_entry_point(point, self.kind, name))
         if ":" in name and not IS_EXPORTED:
-            for point in self.entry_points.values():
-                if point.value.replace(" ", "") == name:  # an installed package is trusted under this name too
-                    return self._check_kind(name, _load_entry_point(point, self.kind, name))
             return self._check_kind(name, outside.import_trusted(name, self.kind, self.base))
         raise HeadwaterError(
             f"There is no {self.kind} named {name!r}; {nearest(name, self.names)} Name an external one as "
