@@ -40,8 +40,7 @@ _MODULE_OR_NAME = re.compile(f"{_PART}(?::{_PART})?")
 
 
 def trust_names(names: Iterable[str]) -> None:
-    """Let files name these from now on: "package.module", with what is below it, "package.module:attribute", or the
-    path of data, with what is below it.
+    """Let files name these from now on: "package.module:attribute", or "package.module" or a path and all below it.
 
     Raises `HeadwaterError` for anything else.
     """
@@ -56,9 +55,7 @@ def trust_names(names: Iterable[str]) -> None:
 
 
 def trust_names_in(values: Any) -> None:
-    """Trust every "package.module:attribute", and every path out of the current folder, in nested values that the user
-    wrote, keys of mappings included.
-    """
+    """Trust each "package.module:attribute", and each path out of this folder, in nested values that a user wrote."""
     for text in _texts_in(values):
         # Ignore texts that happen to name a folder above the current one, such as the title "/".
         is_elsewhere = _is_path(text) and _leads_out(text) and not _is_below(os.curdir, text)
@@ -67,18 +64,14 @@ def trust_names_in(values: Any) -> None:
 
 
 def may_read(path: str) -> bool:
-    """Whether a path that a file names, absolute or not, is below the current folder and not hidden, or the user trusts
-    it.
-    """
+    """Whether a path that a file names is below the current folder and not hidden, or the user trusts it."""
     current = Path.cwd()
     below = str(Path(path).relative_to(current)) if Path(path).is_relative_to(current) else path
     return not _leads_out(below) or _is_trusted_path(path)
 
 
 def check_paths(values: Any) -> None:
-    """Raise `NotTrusted` for the first path that may not be read among a file's settings of data or of a recipe, nested
-    values with keys of mappings included.
-    """
+    """Raise `NotTrusted` for the first path that may not be read in the nested settings of a file."""
     for path in _texts_in(values):
         if not may_read(path):
             raise NotTrusted(
@@ -202,6 +195,7 @@ def _list_trusted() -> list[str]:
 
 
 def _texts_in(values: Any) -> Iterator[str]:
+    """Yield the texts in nested values, keys of mappings included."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, Mapping):

@@ -38,14 +38,14 @@ _EXTRA_OF = {module: extra for extra, modules in MODULES.items() for module in m
 
 
 class MissingExtra(HeadwaterError, ModuleNotFoundError):
-    """A package of an extra is not installed. what: its name, or what needs several packages."""
+    """A package of an extra is not installed. name: the package, or what needs several."""
 
-    def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"This needs {what}, which is not installed; install it with `{install_command(extra)}`.")
-        self.what, self.extra, self.name = what, extra, what
+    def __init__(self, name: str, extra: str) -> None:
+        super().__init__(f"This needs {name}, which is not installed; install it with `{install_command(extra)}`.")
+        self.name, self.extra = name, extra
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.what, self.extra)
+    def __reduce__(self) -> tuple[type, tuple[str | None, str]]:
+        return type(self), (self.name, self.extra)
 
 
 def install_command(extra: str) -> str:

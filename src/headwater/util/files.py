@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
-from stat import S_ISREG
 
-from headwater.util.errors import HeadwaterError
+from headwater.util.errors import HeadwaterError, first_line
 
 STAGING = ".writing-"
 # How the plain exceptions of Rust libraries (safetensors, tokenizers) end.
@@ -34,7 +33,7 @@ def open_regular(file: str | os.PathLike[str]) -> BufferedReader:
     """
     descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
-        if not S_ISREG(os.fstat(descriptor).st_mode):
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(file))
         return os.fdopen(descriptor, "rb")
     except BaseException:
@@ -219,7 +218,7 @@ def stage_folder(target: Path, explain: Callable[[str], str] | None = None) -> I
 
 def disk_problem(error: BaseException) -> str | None:
     """Describe a disk error in words; None for any other error."""
-    text = (str(error).splitlines() or [type(error).__name__])[0]
+    text = first_line(error)
     match = _OS_ERROR.search(text)
     if not isinstance(error, OSError) and not match:
         return None

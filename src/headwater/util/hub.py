@@ -33,10 +33,7 @@ def check_reachable(kind: Literal["dataset", "tokenizer", "model"], name: str) -
     if constants.HF_HUB_OFFLINE:
         return
     try:
-        if kind == "dataset":
-            HfApi().dataset_info(name, timeout=SECONDS)
-        else:
-            HfApi().model_info(name, timeout=SECONDS)
+        HfApi().repo_info(name, repo_type="dataset" if kind == "dataset" else "model", timeout=SECONDS)
     except HfHubHTTPError as error:
         status = getattr(error.response, "status_code", "?")
         raise HeadwaterError(

@@ -1,4 +1,4 @@
-"""The names and folders of headwater's own code, and the command that starts it.
+"""The names and folders of headwater's own code.
 
 It is part of exported checkpoints, where transformers puts all code flat into a package of its own.
 """
@@ -11,8 +11,6 @@ LIBRARY, LABORATORY = "headwater", "headwater_lab"
 PACKAGES = frozenset({LIBRARY, LABORATORY})
 # The package whose `main` is the command line; an interrupt there ends a command in order.
 COMMAND_LINE = "headwater_lab.cli"
-# Arguments of Python that start the command line. -P: do not search the current folder for modules.
-RUN = ("-P", "-m", LABORATORY)
 # Whether this code belongs to an exported checkpoint, whose classes are not those of the installed package.
 IS_EXPORTED = __name__.partition(".")[0] != LIBRARY
 
