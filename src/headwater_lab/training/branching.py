@@ -20,8 +20,8 @@ from headwater_lab.training.checkpoints import (
     FACTS,
     FOLDER,
     SUMS,
+    Progress,
     check_sums,
-    find_damage,
     list_checkpoints,
     read_progress,
     step_of,
@@ -32,29 +32,13 @@ from headwater_lab.training.saving import link_or_copy, sync_files, write_sums
 from headwater_lab.training.start import list_changes
 
 
-def find_branch_point(trunk: Path, trunk_recipe: Recipe, recipe: Recipe) -> Path | None:
-    """Find the newest checkpoint of the run `trunk` from before both decays; None if there is none."""
-    limit = min(trunk_recipe.decay_start or 0, recipe.decay_start or 0)
-    return max((path for path in list_checkpoints(trunk) if step_of(path) <= limit), key=step_of, default=None)
-
-
 def can_branch(trunk: Path, recipe: Recipe) -> bool:
-    """Whether a run with the settings of the run `trunk` can branch off an intact checkpoint of it.
-
-    Raises `HeadwaterError` as `parse`.
-    """
-    if not (checkpoints := list_checkpoints(trunk)):
+    """Whether a run of this recipe can branch off the run `trunk`."""
+    try:
+        _find_branch_point(trunk, recipe)
+    except HeadwaterError:
         return False
-    trunk_recipe = parse(read_progress(checkpoints[-1]).recipe, repr(str(trunk)))
-    if trunk_recipe.trunk_settings != recipe.trunk_settings or _list_changed_code(trunk):
-        return False
-    point = find_branch_point(trunk, trunk_recipe, recipe)
-    return point is not None and find_damage(point) is None and not read_progress(point).kept
-
-
-def _list_changed_code(run: Path) -> list[str]:
-    record = find_record(run)
-    return [] if record is None else record.changed_code
+    return True
 
 
 def _describe_change(trunk: Recipe, recipe: Recipe) -> str:
@@ -68,10 +52,11 @@ def _describe_change(trunk: Recipe, recipe: Recipe) -> str:
     return f"{name}={before!r}, and this recipe has {after!r}"
 
 
-def start_branch(trunk: Path, recipe: Recipe, run: Path) -> Path:
-    """Write the newest checkpoint that `recipe` shares with the run `trunk`, and its log, into the folder `run`.
+def _find_branch_point(trunk: Path, recipe: Recipe) -> tuple[Path, Progress, str]:
+    """Find the newest checkpoint that `recipe` shares with the run `trunk`: from before both decays.
 
-    Returns the checkpoint, to resume from. Raises `HeadwaterError` if the runs share none, or if it is damaged.
+    Returns it with its progress, and the identity of the trunk. Raises `HeadwaterError` if the runs share none, or if
+    it is damaged.
     """
     if recipe.decay_start is None:
         raise HeadwaterError(
@@ -86,15 +71,19 @@ def start_branch(trunk: Path, recipe: Recipe, run: Path) -> Path:
             f"{str(trunk)!r} was trained with {_describe_change(trunk_recipe, recipe)}; a branch differs only in "
             f"training.{', training.'.join(DECAY_FIELDS)}."
         )
-    if changed := _list_changed_code(trunk):
+    record = find_record(trunk)
+    if record is not None and (changed := record.changed_code):
         raise HeadwaterError(
             f"{changed[0]} has changed since {str(trunk)!r} was started; restore it, or leave out --trunk (trunk=)."
         )
-    if (source := find_branch_point(trunk, trunk_recipe, recipe)) is None:
+    limit = min(trunk_recipe.decay_start or 0, recipe.decay_start)
+    shared = [path for path in checkpoints if step_of(path) <= limit]
+    if not shared:
         raise HeadwaterError(
             f"{str(trunk)!r} has no checkpoint from before its decay and this run's, which begins after step "
             f"{recipe.decay_start}; branch off a shorter run."
         )
+    source = shared[-1]
     check_sums(source)
     progress = read_progress(source)
     if progress.kept:
@@ -102,7 +91,16 @@ def start_branch(trunk: Path, recipe: Recipe, run: Path) -> Path:
             f"Mechanisms of {str(trunk)!r} change over the whole length of a run, so none can branch off; leave out "
             "--trunk (trunk=)."
         )
-    facts = {"folder": os.path.relpath(trunk, run), "identity": trunk_recipe.identity, "step": progress.step}
+    return source, progress, trunk_recipe.identity
+
+
+def start_branch(trunk: Path, recipe: Recipe, run: Path) -> Path:
+    """Write the newest checkpoint that `recipe` shares with the run `trunk`, and its log, into the folder `run`.
+
+    Returns the checkpoint, to resume from. Raises `HeadwaterError` if the runs share none, or if it is damaged.
+    """
+    source, progress, identity = _find_branch_point(trunk, recipe)
+    facts = {"folder": os.path.relpath(trunk, run), "identity": identity, "step": progress.step}
     values = recipe.model_dump(mode="json")
     progress = replace(progress, recipe=values, run_id=secrets.token_hex(4), trunk=facts)
     if (trunk / METRICS).exists():
