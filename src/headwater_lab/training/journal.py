@@ -211,7 +211,6 @@ class Journal:
         self.on_event = on_event if is_first else None
         self.to_tensorboard = True
         self.record = run_in_first(fabric, build_record, run, experiment)
-        self.flops_per_unit = run.flops_per_unit
         on_gpu = fabric.device.type == "cuda"
         self.peak = peak_of(fabric.device, recipe.training.precision) if on_gpu else None
         self.previous = replace(run.progress)  # progress at the previous point of the curve
@@ -230,7 +229,7 @@ class Journal:
 
     def count_flops(self, tokens: int) -> float:
         """Count the training FLOPs of this many tokens or images."""
-        return self.flops_per_unit * tokens
+        return self.run.flops_per_unit * tokens
 
     @property
     def history(self) -> list[Event]:
@@ -274,7 +273,7 @@ class Journal:
         previous, self.previous = self.previous, progress
         seconds = max(progress.seconds - previous.seconds, 1e-9)
         rate = (progress.tokens - previous.tokens) / seconds
-        mfu = None if self.peak is None else rate * self.flops_per_unit / self.peak / fabric.world_size
+        mfu = None if self.peak is None else rate * self.run.flops_per_unit / self.peak / fabric.world_size
         waited = (progress.waited - previous.waited) / seconds
         self.add_point(SpeedPoint(step=step, tokens_per_second=rate, data_wait_fraction=waited, mfu=mfu))
         self.warn_of_busy_cores(rate, progress.step)

@@ -16,6 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -529,7 +530,7 @@ class Setup:
         if checkpoint is None:
             self.warnings = self.list_warnings()
 
-    @property
+    @cached_property
     def flops_per_unit(self) -> float:
         """Training FLOPs per token or image, with the teacher's."""
         teacher = None if self.teacher is None else self.teacher.model.config
