@@ -27,10 +27,10 @@ from headwater_lab.training.records import (
     Experiment,
     HeldOutPoint,
     Notice,
+    Recorded,
     RunRecord,
     SpeedPoint,
     Trunk,
-    describe_today,
     list_records,
     read_environment,
     read_record,
@@ -38,6 +38,7 @@ from headwater_lab.training.records import (
 )
 from headwater_lab.training.run_folder import METRICS, clear_log, is_running
 from headwater_lab.training.start import Setup, describe_training
+from headwater_lab.util.clone import find_commit, today
 from headwater_lab.util.machine import read_cpu_wait
 from headwater_lab.util.machine_speed import peak_of
 from headwater_lab.util.model_kinds import unit_of
@@ -333,7 +334,7 @@ class Journal:
         record.tokens, record.flops = progress.tokens, self.count_flops(progress.tokens)
         record.seconds, record.data_wait_seconds = progress.seconds, progress.waited
         record.skipped_steps, record.data_order = progress.skipped, progress.order
-        record.recorded = describe_today()
+        record.recorded = Recorded(date=today(), commit=find_commit())
         self.metrics.fill_record(record)
         if self.run.fabric.global_rank == 0:
             with explain_disk_errors(self.describe_failure):

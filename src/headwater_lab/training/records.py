@@ -18,7 +18,6 @@ from headwater.plugins.outside import hash_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater.util.processor import describe_cpu
-from headwater_lab.util.clone import find_commit, today
 
 if TYPE_CHECKING:
     from headwater_lab.recipe.recipe import Recipe
@@ -413,11 +412,6 @@ def read_environment(
     )
 
 
-def describe_today() -> Recorded:
-    """Describe when, and by which code, a record is written now."""
-    return Recorded(date=today(), commit=find_commit())
-
-
 def list_recordings(records: Iterable[RunRecord]) -> tuple[list[str], list[str]]:
     """List the days and the commits of some records, in order of time and without repetitions."""
     recorded = sorted((record.recorded.date, record.recorded.commit or "") for record in records if record.recorded)
@@ -437,7 +431,7 @@ def changed_data(records: Iterable[RunRecord]) -> str:
     The data would be a part of their difference, and a mean over seeds would be one over texts. For runs with stages
     it is the data of the last one, which is all that they state.
     """
-    by_settings: dict[tuple[str, str], dict[str, RunRecord]] = {}
+    by_settings: dict[tuple[str, str], RunRecord] = {}
     by_code: dict[str, RunRecord] = {}
     by_rows: dict[Any, RunRecord] = {}
     for record in records:
@@ -455,13 +449,11 @@ def changed_data(records: Iterable[RunRecord]) -> str:
         changes = [stage["data"] for stage in record.recipe.get("stages", ()) if stage.get("data")]
         settings = json.dumps([record.recipe.get("data"), *changes], sort_keys=True)
         key = settings, str(record.data.get("source"))
-        by_settings.setdefault(key, {}).setdefault(record.data_hashes, record)
-    for runs in by_settings.values():
-        if len(runs) > 1:
-            names = (
+        if (first := by_settings.setdefault(key, record)).data_hashes != record.data_hashes:
+            names = [
                 f"{run.name}, Python {run.data['python']}" if "python" in run.data else run.name
-                for run in runs.values()
-            )
+                for run in (first, record)
+            ]
             return (
                 f"Runs with the same data settings had different data ({'; '.join(names)}), so their results cannot be "
                 "compared. Train them again in a new folder."
