@@ -36,7 +36,7 @@ from headwater_lab.recipe.model_section import IMAGE_FIELDS, MODEL_FIELDS
 from headwater_lab.recipe.overrides import check_overrides, merge_values
 from headwater_lab.recipe.recipe import Recipe, naming_arm
 from headwater_lab.recipe.recipe_files import read_overrides, read_recipe, shipped_recipes
-from headwater_lab.recipe.start_section import Start, changed_config
+from headwater_lab.recipe.start_section import changed_config
 from headwater_lab.recipe.training_section import Training
 from headwater_lab.training.attention_choice import choose_attention
 from headwater_lab.training.checkpoints import newest_checkpoint
@@ -435,12 +435,13 @@ def find_config(title: str, recipe: Recipe, vocab_size: int | None = None, name:
     Raises `HeadwaterError`.
     """
     if recipe.start is not None:
-        return _read_start(name or recipe.name, recipe.start)
-    return _build_config(title, recipe, vocab_size)
-
-
-def _build_config(title: str, recipe: Recipe, vocab_size: int | None) -> HeadwaterConfig:
-    """Build the config of a recipe's model without its data."""
+        checkpoint = Path(recipe.start.checkpoint)
+        if not checkpoint.is_dir():
+            raise HeadwaterError(
+                f"{name or recipe.name!r} begins with the checkpoint {str(checkpoint)!r}, which does not exist; create "
+                "it first."
+            )
+        return changed_config(config_of(newest_checkpoint(checkpoint)), recipe.start)
     size = vocab_size or recipe.known_size or _read_size(recipe.data)
     if size is None and recipe.unit == "images":
         raise HeadwaterError(
@@ -462,16 +463,6 @@ def _read_size(data: Any) -> int | None:
         return local_size(getattr(data, "tokenizer", None))
     names = [data.source] if isinstance(data.source, str) else data.source
     return max((read_manifest(local_path(name)).tokenizer.vocab_size for name in names), default=None)
-
-
-def _read_start(name: str, start: Start) -> HeadwaterConfig:
-    """Read the config of the model that a run begins with."""
-    checkpoint = Path(start.checkpoint)
-    if not checkpoint.is_dir():
-        raise HeadwaterError(
-            f"{name!r} begins with the checkpoint {str(checkpoint)!r}, which does not exist; create it first."
-        )
-    return changed_config(config_of(newest_checkpoint(checkpoint)), start)
 
 
 def read_count(number: str | float, option: str) -> float:
