@@ -119,12 +119,12 @@ def open_source(
     details: dict[str, Any] = {"source": source, "family": family or original.config.model_type}
     if not path.is_dir():
         details["on_hub"] = True  # a folder may have such a name too
-    place = path if path.is_dir() else source
-    if (license := read_license(place)) is not None:
+    location = path if path.is_dir() else source
+    if (license := read_license(location)) is not None:
         details["license"] = license
     event = Event(kind="retrofitted", details=details)
     model = from_transformers(original, family).eval()
-    preparer = open_preparer(place, model)
+    preparer = open_preparer(location, model)
     return Trained(source, model, preparer, [event], {}, foreign=True, original=original.eval())
 
 
@@ -175,8 +175,7 @@ def build_data(history: list[Event]) -> Data | None:
 
     Raises `HeadwaterError`, also for data that the user does not trust.
     """
-    settings = data_settings(history)
-    if settings is None:
+    if (settings := data_settings(history)) is None:
         return None
     try:
         data = read_data(settings)
@@ -188,9 +187,7 @@ def build_data(history: list[Event]) -> Data | None:
 
 def data_settings(history: list[Event]) -> dict[str, Any] | None:
     """Read the settings of these data, whose paths the user must trust."""
-    event = last_training(history)
-    data = None if event is None else event.details.get("data")
-    settings = data.get("settings") if isinstance(data, dict) else None
+    settings = _describe_last_data(history).get("settings")
     check_paths(settings)
     return settings if isinstance(settings, dict) else None
 
@@ -200,11 +197,16 @@ def last_training(history: list[Event]) -> Event | None:
     return next((event for event in reversed(history) if event.kind == "trained"), None)
 
 
+def _describe_last_data(history: list[Event]) -> dict[str, Any]:
+    """Read the settings and the hash of the data that a model was last trained on; {} if its history has none."""
+    event = last_training(history)
+    data = None if event is None else event.details.get("data")
+    return data if isinstance(data, dict) else {}
+
+
 def warn_changed_data(trained: Trained, data: Data) -> str:
     """Warn if the data that a model was last trained on have changed; "" if not, or if unknown."""
-    event = last_training(trained.history)
-    recorded = None if event is None else event.details.get("data")
-    old_sum = recorded.get("sha256") if isinstance(recorded, dict) else None
+    old_sum = _describe_last_data(trained.history).get("sha256")
     if old_sum is None or data.description.get("sha256") in (None, old_sum):
         return ""
     return (
@@ -227,7 +229,7 @@ def measure_model(model: AnyModel, data: Data, on_batch: Callable[[], None] = la
     return data.evaluate(compute_logits).metrics
 
 
-def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: int | None = None) -> Tensor:
+def sample_rows(trained: Trained, text: Path | None, rows: int, context: int | None = None) -> Tensor:
     """Take rows of tokens, [rows, context], from a text, or by default from the data the model was last trained on.
     From the data of an image model, take images [rows, C, H, W].
 
@@ -258,7 +260,7 @@ def sample_rows(trained: Trained, text: Path | None, rows: int = 32, context: in
     return sample if of_images else sample[:, :context]
 
 
-def _cut_rows(trained: Trained, content: str, name: str, rows: int, context: int | None = None) -> Tensor:
+def _cut_rows(trained: Trained, content: str, name: str, rows: int, context: int | None) -> Tensor:
     assert trained.tokenizer is not None
     ids = encode_texts(trained.tokenizer, [content], plain=True)[0]
     length = context or min(256, trained.model.config.max_position_embeddings, len(ids) // 4)
