@@ -38,7 +38,7 @@ from headwater.kernels.fused_loss import Divergence, scale_log_softmax
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
-from headwater.models.load import CONFIG, model_type, read_config, read_generation_config
+from headwater.models.load import read_config, read_generation_config
 from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
@@ -73,14 +73,13 @@ from headwater_lab.training.processes import fail_together, is_sharded, list_sca
 from headwater_lab.training.records import Event, Origin, find_record
 from headwater_lab.training.run_folder import CHANGED
 from headwater_lab.training.saving import write_model
-from headwater_lab.training.trained_models import open_source, open_trained
+from headwater_lab.training.trained_models import is_foreign, open_source, open_trained
 from headwater_lab.util.machine import c_compiler, check_memory
-from headwater_lab.util.model_kinds import MODEL_TYPES, AnyModel, is_of_images, model_class
+from headwater_lab.util.model_kinds import AnyModel, is_of_images, model_class
 
 if TYPE_CHECKING:  # reading runs does not need the trainer's packages
     from lightning_fabric import Fabric
     from lightning_fabric.wrappers import _FabricModule
-    from transformers import PreTrainedTokenizerBase
 
 # Most tokens, and rows, on which a conversion measures and aligns keys and values.
 SAMPLE, SAMPLE_ROWS = 16_384, 32
@@ -89,21 +88,11 @@ MAY_DIFFER = ("embedding_dropout", "attention_dropout", "residual_dropout", "dro
 POSITIONS = ("max_position_embeddings", "rope_parameters")
 # Fields that may change when a run resumes: its length and the hardware, but not the model or the data.
 MAY_CHANGE = {
-    "training.steps",
-    "training.device",
-    "training.devices",
-    "training.nodes",
-    "training.strategy",
-    "training.threads",
-    "training.attn_implementation",
-    "training.compile",
-    "training.cuda_graphs",
-    "training.gradient_checkpointing",
-    "training.loss_chunk_tokens",
-    "training.max_skipped_steps",
-    "training.timeout_minutes",
+    *("training.steps", "training.device", "training.devices", "training.nodes", "training.strategy"),
+    *("training.threads", "training.attn_implementation", "training.compile", "training.cuda_graphs"),
+    *("training.gradient_checkpointing", "training.loss_chunk_tokens", "training.max_skipped_steps"),
+    *("training.timeout_minutes", "data.workers"),
     "start.checkpoint",  # the checkpoint may have been moved
-    "data.workers",
 }
 
 
@@ -213,7 +202,7 @@ def prepare_start(start: Start, folder: Path, data: Data, device: torch.device) 
     Raises `HeadwaterError`.
     """
     path = newest_checkpoint(Path(start.checkpoint))
-    foreign = (path / CONFIG).is_file() and model_type(path) not in (None, *MODEL_TYPES)
+    foreign = is_foreign(path)
     if not (start.grow or start.convert or start.finish_conversion or foreign):
         check_sums(path)
         if not list_refits(read_config(path), data, start, find_tokenizer(path)):
@@ -347,10 +336,10 @@ def _describe_changes(start: Start, changes: list[Event]) -> list[str]:
 
 def _check_data(config: HeadwaterConfig, path: Path, data: Data, start: Start) -> None:
     source = start.checkpoint
-    if is_of_images(config) != isinstance(data, ImageData):
+    if (of_images := is_of_images(config)) != isinstance(data, ImageData):
+        kind, unfit = ("an image", "text") if of_images else ("a text", "images")
         raise HeadwaterError(
-            f"{source!r} is {'an image' if is_of_images(config) else 'a text'} model, but the data are "
-            f"{'text' if is_of_images(config) else 'images'}; use data that it can be trained on."
+            f"{source!r} is {kind} model, but the data are {unfit}; use data that it can be trained on."
         )
     if isinstance(config, HeadwaterVisionConfig) and isinstance(data, ImageData):
         check_classes(config, data)
