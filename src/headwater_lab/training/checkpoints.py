@@ -112,9 +112,8 @@ class Progress:
     seconds: spent in training steps; waited: of these, for data. skipped: steps whose loss or gradient was not finite;
     skipped_last: the number of most recent steps that were skipped. result: the deciding metric, if evaluated at this
     step. kept: the state of mechanisms that act before each step, by the module's name. optimizer: what
-    `read_group_numbers` returns. data: facts that reveal
-    whether the data have changed. run_id: the run's name in Weights & Biases. threads: CPU threads of an operation.
-    trunk: of a branch, the fields of `records.Trunk`.
+    `read_group_numbers` returns. data: facts that reveal whether the data have changed. run_id: the run's name in
+    Weights & Biases. threads: CPU threads of an operation. trunk: of a branch, the fields of `records.Trunk`.
     """
 
     step: int = 0

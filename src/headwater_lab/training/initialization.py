@@ -47,9 +47,9 @@ def sample_tokens(vocabulary: int, context: int, rows: int = 8) -> Tensor:
     return torch.randint(0, vocabulary, (rows, min(context, 128)), generator=draw)
 
 
-def sample_images(config: HeadwaterVisionConfig, images: int = 8) -> Tensor:
-    """Draw normalized pixels of noise, [images, C, H, W]: the same ones in every call."""
-    return torch.randn(images, config.num_channels, *config.image_shape, generator=generator(0, "init diagnostics"))
+def sample_images(config: HeadwaterVisionConfig) -> Tensor:
+    """Draw normalized pixels of noise, [8, C, H, W]: the same ones in every call."""
+    return torch.randn(8, config.num_channels, *config.image_shape, generator=generator(0, "init diagnostics"))
 
 
 @torch.no_grad()

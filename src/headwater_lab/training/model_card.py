@@ -129,12 +129,9 @@ def _read_conversion(checkpoint: Path) -> tuple[dict[str, dict[str, float]], str
                         for name in names
                         if name in measures and name not in (result, "after")
                     }
-                    return {"this model": measures[result]} | beside, _write_size(measures["data"]["held_out_bytes"])
+                    size = measures["data"]["held_out_bytes"]
+                    return {"this model": measures[result]} | beside, f"{size:,} bytes of " if size else ""
     return {}, ""
-
-
-def _write_size(size: int | None) -> str:
-    return f"{size:,} bytes of " if size else ""
 
 
 def _describe_results(record: RunRecord, trained: Trained) -> str:

@@ -331,14 +331,13 @@ def fail_together(fabric: Fabric) -> Iterator[list[Any]]:
     """
     results: list[Any] = []
     error: Exception | None = None
+    if fabric.world_size == 1:
+        yield results
+        return
     try:
         yield results
     except Exception as raised:
-        if fabric.world_size == 1:
-            raise
         error = raised
-    if fabric.world_size == 1:
-        return
     outcomes = gather_values(fabric, (None if error is None else str(error) or type(error).__name__, results))
     results[:] = outcomes[0][1]
     failed = [f"Process {rank}: {message}" for rank, (message, _) in enumerate(outcomes) if message is not None]

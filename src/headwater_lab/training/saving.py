@@ -123,7 +123,7 @@ def write_sums(folder: Path, sums: Mapping[str, str]) -> None:
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
-def prune_checkpoints(run: Path, keep: int, lower_is_better: bool, branch_step: int | None = None) -> None:
+def prune_checkpoints(run: Path, keep: int, lower_is_better: bool, branch_step: int | None) -> None:
     """Remove all checkpoints but the newest `keep`, the one with the best result, and the one of `branch_step`."""
     paths = list_checkpoints(run)
     results = {}

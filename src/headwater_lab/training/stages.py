@@ -95,7 +95,7 @@ def _check_folder(recipe: Recipe, folder: Path, trunk: Path | None) -> None:
 
 
 def finish_stages(
-    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
+    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None
 ) -> RunRecord:
     """Write the record of finished stages, and the model of the last one, into the folder around them."""
     record = join_records(recipe, folder, runs, experiment)
@@ -126,7 +126,7 @@ def is_finished(recipe: Recipe, folder: Path) -> bool:
 
 
 def join_records(
-    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None = None
+    recipe: Recipe, folder: Path, runs: list[tuple[Recipe, Path]], experiment: Experiment | None
 ) -> RunRecord:
     """Join the records of finished stages: the counts of each continue from the end of the previous one.
 
@@ -192,7 +192,7 @@ def build_conversion(
     tokens: float,
     context: int,
     batch_size: int,
-    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_steps: int,
 ) -> dict[str, Any]:
     """Make a recipe, as plain values, that converts `source` and heals it on this many tokens.
 
