@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
@@ -45,10 +44,10 @@ def _describe_change(trunk: Recipe, recipe: Recipe) -> str:
     """Describe the first setting in which a recipe differs from its trunk's."""
     old, new = (settings.model_dump(mode="json") for settings in (trunk, recipe))
     free = {f"training.{name}" for name in (*DECAY_FIELDS, "timeout_minutes")} | {"data.workers"}
-    decisive = (change for change in list_changes(old, new) if change[0] not in free)
-    reports = (f"reporting.{name}" for name in ("log_every", "evaluate_every"))
-    rest = (change for change in list_changes(old, new, ["reporting"]) if change[0] in reports)
-    name, before, after = next(chain(decisive, rest), ("mechanisms", "another order", "this one"))
+    reports = ("reporting.log_every", "reporting.evaluate_every")
+    changes = [change for change in list_changes(old, new) if change[0] not in free]
+    changes += [change for change in list_changes(old, new, ["reporting"]) if change[0] in reports]
+    name, before, after = changes[0] if changes else ("mechanisms", "another order", "this one")
     return f"{name}={before!r}, and this recipe has {after!r}"
 
 
