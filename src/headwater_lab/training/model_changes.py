@@ -74,35 +74,37 @@ def change_model(trained: Trained, change: Change, rows: Tensor | None = None) -
 def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trained:
     """Apply a recipe's `convert:` or `finish_conversion:`. Parameters that keep their meaning keep optimizer state."""
     original, goal = trained.model, change.convert
-    if goal is not None and not isinstance(original, HeadwaterForCausalLM):
-        raise HeadwaterError("An image model has no cache to make smaller; leave out start.convert.")
-    element, trained.original = original.dtype.itemsize, None
-    old_bytes = cache_bytes_per_token(original.config, element)
-    details: dict[str, Any] = {}
     if goal is None:
-        details["finished"] = True  # the event that began the conversion names the cache that it ends with
         model = finish_model(original)
         state = finish_state(trained.state, original, model)
-    else:
-        heads = goal.num_key_value_heads
-        mechanisms, turned = _prepare_layers(original, goal, rows)
-        aligned = turned or (goal.align and not goal.anneal)
-        if aligned and trained.state and change.optimizer_state == "keep":
-            raise HeadwaterError(
-                "Aligning keys and values changes their weights, so that the optimizer's state no longer fits; set "
-                "convert.align=false, or leave out optimizer_state: keep."
-            )
-        trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
-        new_bytes = cache_bytes_per_token(finish_config(model.config), element)  # in the precision of the source
-        details["cache_bytes_per_token"] = {"from": old_bytes, "to": new_bytes}
-        details |= {"mechanisms": mechanisms, "num_key_value_heads": heads, "annealed": goal.anneal}
-        details["aligned_tokens"] = cast(Tensor, rows).numel() if aligned else 0
-        state = {} if aligned else trained.state
-        if not goal.anneal:
-            blend, model = model, finish_model(model)
-            state = finish_state(state, blend, model)
-            if goal.align:
-                fit_outputs(model, original, cast(Tensor, rows))
+        # The event that began the conversion names the cache that it ends with.
+        return trained.after("converted", {"finished": True}, model=model, state=state)
+    if not isinstance(original, HeadwaterForCausalLM):
+        raise HeadwaterError("An image model has no cache to make smaller; leave out start.convert.")
+    element, trained.original = original.dtype.itemsize, None
+    old_bytes, heads = cache_bytes_per_token(original.config, element), goal.num_key_value_heads
+    mechanisms, turned = _prepare_layers(original, goal, rows)
+    aligned = turned or (goal.align and not goal.anneal)
+    if aligned and trained.state and change.optimizer_state == "keep":
+        raise HeadwaterError(
+            "Aligning keys and values changes their weights, so that the optimizer's state no longer fits; set "
+            "convert.align=false, or leave out optimizer_state: keep."
+        )
+    trained.model = model = blend_model(original, mechanisms, heads, 0.0 if goal.anneal else 1.0)
+    new_bytes = cache_bytes_per_token(finish_config(model.config), element)  # in the precision of the source
+    details = {
+        "cache_bytes_per_token": {"from": old_bytes, "to": new_bytes},
+        "mechanisms": mechanisms,
+        "num_key_value_heads": heads,
+        "annealed": goal.anneal,
+        "aligned_tokens": cast(Tensor, rows).numel() if aligned else 0,
+    }
+    state = {} if aligned else trained.state
+    if not goal.anneal:
+        blend, model = model, finish_model(model)
+        state = finish_state(state, blend, model)
+        if goal.align:
+            fit_outputs(model, original, cast(Tensor, rows))
     return trained.after("converted", details, model=model, state=state)
 
 
