@@ -86,7 +86,7 @@ def newest_checkpoint(path: Path) -> Path:
     if checkpoints := list_checkpoints(path):
         return checkpoints[-1]
     has_model = (path / CONFIG).exists()
-    if (path / RECORD).is_file() and not (has_model and not (path / STAGES).is_dir()):
+    if (path / RECORD).is_file() and (not has_model or (path / STAGES).is_dir()):
         record = read_record(path)
         if record.stages:
             stage = path / record.stages[-1].folder
@@ -205,10 +205,10 @@ def optimizer_tensors(
     fill: before the first step, create state of the right shapes to read into. PyTorch does so by taking a step, so
     the parameters must then be read too. Raises `HeadwaterError` for state that is neither a tensor nor a number.
     """
-    if not fill and not any(optimizer.state for optimizer in optimizers):
+    if not optimizers or not (fill or any(optimizer.state for optimizer in optimizers)):
         return {}
     tensors = {}
-    states: dict[str, Any] = get_optimizer_state_dict(model, list(optimizers))["state"] if optimizers else {}  # type: ignore[assignment]
+    states: dict[str, Any] = get_optimizer_state_dict(model, list(optimizers))["state"]  # type: ignore[assignment]
     for parameter, state in states.items():
         for key, value in state.items():
             if type(value) in (int, float):

@@ -342,9 +342,9 @@ class RunRecord(_Section):
     @property
     def rows_key(self) -> tuple[Any, ...]:
         """What the rows that a run reads, and their order, follow from."""
-        data, batch = self.recipe.get("data"), self.recipe.get("training", {}).get("batch_size")
-        beginning = self.recipe.get("start"), self.recipe.get("stages"), self.tokens, self.seed
-        return repr((data, batch, *beginning)), self.data_hashes
+        sections = [self.recipe.get(name) for name in ("data", "start", "stages")]
+        batch_size = self.recipe.get("training", {}).get("batch_size")
+        return repr((*sections, batch_size, self.tokens, self.seed)), self.data_hashes
 
     @property
     def data_hashes(self) -> str:
