@@ -17,8 +17,7 @@ from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.pool import OnChange, Outcome
-from headwater_lab.comparison.running import ArmKey
-from headwater_lab.comparison.trials import Job, describe_runs, list_trials
+from headwater_lab.comparison.trials import ArmKey, Job, describe_runs, list_trials
 from headwater_lab.optimization.laws import READ_FIELDS
 from headwater_lab.recipe.comparison_section import Compare
 from headwater_lab.recipe.recipe import Recipe

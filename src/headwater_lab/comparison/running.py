@@ -18,6 +18,7 @@ from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
 from headwater_lab.comparison.prices import ArmPrice, Told, check_priced, choose_device, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import (
+    ArmKey,
     Job,
     Trial,
     choose_rate,
@@ -34,9 +35,6 @@ from headwater_lab.training.records import ENDED, find_record
 from headwater_lab.training.stages import list_configs
 from headwater_lab.training.start import make_model
 from headwater_lab.util.output_folder import occupy_folder
-
-# (arm, size).
-ArmKey = tuple[str, str | None]
 
 
 def run_comparison(
@@ -116,13 +114,13 @@ def _check_models(trials: Sequence[Trial]) -> None:
 
     Raises `HeadwaterError`, which names the arm, if that is impossible.
     """
-    for trial in {(trial.experiment.arm, trial.experiment.size): trial for trial in trials}.values():
+    for trial in {trial.arm_key: trial for trial in trials}.values():
         record = find_record(trial.jobs[0].folder)
         if record is not None and record.status in ENDED:  # the checkpoint that it began with may have changed
             continue
         for job in trial.jobs:
             job.recipe.data.check_extras()
-        with naming_arm(trial.experiment.arm, trial.experiment.size), torch.device("meta"):
+        with naming_arm(*trial.arm_key), torch.device("meta"):
             for config, job in zip(list_configs(trial.recipe), trial.jobs, strict=True):
                 make_model(job.recipe.training, config, choose_device(job.recipe), job.recipe.row_length)
 
@@ -137,7 +135,7 @@ def list_jobs(recipe: Recipe, out: Path, only: Collection[ArmKey] | None = None)
 
 
 def _choose_trials(trials: list[Trial], only: Collection[ArmKey] | None) -> list[Trial]:
-    return [trial for trial in trials if only is None or (trial.experiment.arm, trial.experiment.size) in only]
+    return [trial for trial in trials if only is None or trial.arm_key in only]
 
 
 def _choose_tuning_trials(recipe: Recipe, out: Path, only: Collection[ArmKey] | None) -> list[Trial]:

@@ -15,6 +15,9 @@ from headwater_lab.training.checkpoints import STAGES
 from headwater_lab.training.records import Experiment, RunRecord, SeedPlan
 from headwater_lab.util.names import file_name
 
+# (arm, size).
+ArmKey = tuple[str, str | None]
+
 
 @dataclass(frozen=True)
 class Job:
@@ -42,6 +45,10 @@ class Trial:
     folder: Path
     rate: float | None = None
     """The entry of `compare.tried_rates` that it tries."""
+
+    @property
+    def arm_key(self) -> ArmKey:
+        return self.experiment.arm, self.experiment.size
 
     @property
     def jobs(self) -> list[Job]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import match_arms
-from headwater_lab.comparison.trials import make_slug
+from headwater_lab.comparison.trials import ArmKey, make_slug
 from headwater_lab.evaluation.tasks import Tasks
 from headwater_lab.papers.arms import (
     ASIDE,
@@ -102,9 +102,9 @@ class Work:
         if names := tasks_of(self.table):
             Tasks(names, task_files)
 
-    def list_comparisons(self) -> list[tuple[Recipe, set[tuple[str, str | None]]]]:
+    def list_comparisons(self) -> list[tuple[Recipe, set[ArmKey]]]:
         """List the recipes with a comparison, and the arms to train."""
-        by_name: dict[str, tuple[Recipe, set[tuple[str, str | None]]]] = {}
+        by_name: dict[str, tuple[Recipe, set[ArmKey]]] = {}
         for arm in self.trained_arms:
             if arm.recipe.compare is not None and arm.devices == 1:
                 by_name.setdefault(arm.recipe.name, (arm.recipe, set()))[1].add((arm.arm, arm.size))
