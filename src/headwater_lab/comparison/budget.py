@@ -20,20 +20,17 @@ def match_arms(recipe: Recipe) -> Recipe:
     section = recipe.compare
     if section is None or section.match is None:
         return recipe
-    fit = _Fit(recipe)
-    sizes: dict[str, dict] = {}
-    arms: dict[str, dict] = {}
-    for name, change in section.arms.items():
-        if not section.sizes:
-            arms[name] = change if name == section.baseline else _merge_changes(change, fit(name, None))
+    arms, sizes = dict(section.arms), dict(section.sizes)
+    built: dict[str, Data] = {}  # by its settings
+    for name in section.arms:
+        if name == section.baseline:
             continue
-        # The change may depend on the size, so put it under the arm's name in each size.
-        arms[name] = change
-        for size, overrides in section.sizes.items():
-            fitted = {} if name == section.baseline else fit(name, size)
-            sizes.setdefault(size, dict(overrides)).setdefault("arms", {})
-            changes = _merge_changes(overrides.get("arms", {}).get(name, {}), fitted)
-            sizes[size]["arms"] = sizes[size]["arms"] | {name: changes}
+        if not sizes:
+            arms[name] = _merge_changes(arms[name], _fit_arm(recipe, name, None, built))
+        for size in section.sizes:  # the change may depend on the size
+            by_arm = sizes[size].get("arms", {})
+            changes = _merge_changes(by_arm.get(name, {}), _fit_arm(recipe, name, size, built))
+            sizes[size] = sizes[size] | {"arms": by_arm | {name: changes}}
     return recipe.model_copy(
         update={"compare": section.model_copy(update={"arms": arms, "sizes": sizes, "match": None})}
     )
@@ -43,44 +40,38 @@ def _merge_changes(change: dict, changes: dict) -> dict:
     return change | {section: change.get(section, {}) | fields for section, fields in changes.items()}
 
 
-class _Fit:
-    """Changes with which an arm costs the same as the baseline. Data are read once."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.built: dict[str, Data] = {}
-
-    def data(self, recipe: Recipe) -> Data:
-        key = recipe.data.model_dump_json()
-        if key not in self.built:
-            self.built[key] = recipe.data.build()
-        return self.built[key]
-
-    def __call__(self, name: str, size: str | None) -> dict:
-        """Find the changes of an arm at a size."""
-        section = self.recipe.compare
-        assert section is not None
-        match = section.match
-        base, arm = (self.recipe.arm(candidate, section.seeds[0], size) for candidate in (section.baseline, name))
-        for candidate in (base, arm):
-            if candidate.stages or (candidate.start is not None and match != "tokens"):
-                reason = "stages" if candidate.stages else "a model to start with"
-                raise HeadwaterError(
-                    f"compare.match={match} works only for whole runs from scratch, but {self.recipe.name!r} has "
-                    f"{reason}; set sizes and steps yourself, and compare.match=null."
-                )
-        data, arm_data = self.data(base), self.data(arm)
-        if match == "parameters":
-            target = sum(cost.parameters(base.config_for(data)).values())
-            return {"model": _resize_feed_forward(arm, arm_data, target, name)}
-        budget = base.training.steps * _step_cost(base, data, match == "flops")
-        steps = round(budget / _step_cost(arm, arm_data, match == "flops"))
-        if steps <= arm.training.warmup_steps:
+def _fit_arm(recipe: Recipe, name: str, size: str | None, built: dict[str, Data]) -> dict:
+    """Find the changes with which an arm costs the same as the baseline at a size. built: data by their settings."""
+    section = recipe.compare
+    assert section is not None
+    match = section.match
+    base, arm = (recipe.arm(candidate, section.seeds[0], size) for candidate in (section.baseline, name))
+    for candidate in (base, arm):
+        if candidate.stages or (candidate.start is not None and match != "tokens"):
+            reason = "stages" if candidate.stages else "a model to start with"
             raise HeadwaterError(
-                f"With equal {'FLOPs' if match == 'flops' else match}, arm {name!r} gets {steps} steps, no more than "
-                f"its {arm.training.warmup_steps} warm-up steps; give the baseline more steps."
+                f"compare.match={match} works only for whole runs from scratch, but {recipe.name!r} has "
+                f"{reason}; set sizes and steps yourself, and compare.match=null."
             )
-        return {"training": {"steps": steps}}
+    data, arm_data = (_build_once(candidate, built) for candidate in (base, arm))
+    if match == "parameters":
+        target = sum(cost.parameters(base.config_for(data)).values())
+        return {"model": _resize_feed_forward(arm, arm_data, target, name)}
+    budget = base.training.steps * _step_cost(base, data, match == "flops")
+    steps = round(budget / _step_cost(arm, arm_data, match == "flops"))
+    if steps <= arm.training.warmup_steps:
+        raise HeadwaterError(
+            f"With equal {'FLOPs' if match == 'flops' else match}, arm {name!r} gets {steps} steps, no more than "
+            f"its {arm.training.warmup_steps} warm-up steps; give the baseline more steps."
+        )
+    return {"training": {"steps": steps}}
+
+
+def _build_once(recipe: Recipe, built: dict[str, Data]) -> Data:
+    key = recipe.data.model_dump_json()
+    if key not in built:
+        built[key] = recipe.data.build()
+    return built[key]
 
 
 def _step_cost(recipe: Recipe, data: Data, flops: bool) -> float:
