@@ -8,7 +8,7 @@ N: parameters without embeddings, or training tokens, whichever differ between t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, NamedTuple
@@ -47,6 +47,11 @@ class Estimate:
     interval: tuple[float, float] | None
     error: float | None = None
     freedom: int = 0
+
+    def map_values(self, function: Callable[[float], float]) -> Estimate:
+        """Apply an increasing function to the number and its interval."""
+        interval = self.interval and (function(self.interval[0]), function(self.interval[1]))
+        return replace(self, value=function(self.value), interval=interval)
 
 
 @dataclass(frozen=True)
@@ -210,15 +215,27 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     base = arms.index(baseline)
     _check_sizes(n.mean(2)[base], axis)
     fits = _fit_samples(base, n, np.broadcast_to(n[base], n.shape) if axis == "tokens" else n, losses)
-    laws = describe_laws(arms, fits[0].n, fits[0].losses)
     sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
-    equals = _estimate_equals(arms, sizes, base, fits)
-    scaling = Scaling(
-        axis, metric, baseline, points, laws, equals, runs[0].unit, sizes, losses.shape[2], diverged=diverged
+    unpinned = explain_unpinned(runs, metric)
+    projections = projections if axis == "flops" else ()
+    is_pinned = axis == "flops" and not unpinned
+    predictions = _predict_losses(arms, fits, projections, None)
+    return Scaling(
+        axis,
+        metric,
+        baseline,
+        points,
+        laws=_describe_laws(arms, fits[0], None),
+        equals=_estimate_equals(arms, sizes, base, fits),
+        unit=runs[0].unit,
+        sizes=sizes,
+        seeds=losses.shape[2],
+        pinned_laws=_describe_laws(arms, fits[0], PINNED_E) if is_pinned else [],
+        unpinned=unpinned,
+        predictions=predictions + (_predict_losses(arms, fits, projections, PINNED_E) if is_pinned else []),
+        diverged=diverged,
     )
-    scaling = replace(scaling, unpinned=explain_unpinned(runs, metric))
-    return _add_predictions(scaling, arms, fits, projections, axis == "flops" and not scaling.unpinned)
 
 
 def _split_diverged(records: Sequence[RunRecord]) -> tuple[list[RunRecord], list[str]]:
@@ -285,10 +302,10 @@ class _FittedLaws:
         self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
 
 
-def describe_laws(arms: Sequence[str], n: np.ndarray, losses: np.ndarray, pinned_e: float | None = None) -> list[Law]:
-    """Fit and describe the law of each arm. n, losses: [arms, sizes]. pinned_e: E, if it is not fitted."""
+def _describe_laws(arms: Sequence[str], fits: _FittedLaws, pinned_e: float | None) -> list[Law]:
+    """Fit and describe the law of each arm. pinned_e: E, if it is not fitted."""
     laws = []
-    for arm, arm_n, arm_losses in zip(arms, n, losses, strict=True):
+    for arm, arm_n, arm_losses in zip(arms, fits.n, fits.losses, strict=True):
         law = fit_law(arm_n, arm_losses, pinned_e)
         residuals = evaluate_law(law, arm_n) - arm_losses
         error = float(np.sqrt(np.mean(residuals**2))) if len(arm_n) > _count_constants(pinned_e) else None
@@ -298,19 +315,6 @@ def describe_laws(arms: Sequence[str], n: np.ndarray, losses: np.ndarray, pinned
 
 def _count_constants(pinned_e: float | None) -> int:
     return LEAST_SIZES - (pinned_e is not None)
-
-
-def _add_predictions(
-    scaling: Scaling, arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float], is_pinned: bool
-) -> Scaling:
-    """Add what the laws predict, and the laws with a pinned E if `is_pinned`."""
-    projections = projections if scaling.axis == "flops" else ()
-    predictions = _predict_losses(arms, fits, projections, pinned=False)
-    if not is_pinned:
-        return replace(scaling, predictions=predictions)
-    predictions += _predict_losses(arms, fits, projections, pinned=True)
-    pinned_laws = describe_laws(arms, fits[0].n, fits[0].losses, PINNED_E)
-    return replace(scaling, pinned_laws=pinned_laws, predictions=predictions)
 
 
 def explain_unpinned(runs: Sequence[RunRecord], metric: str) -> str:
@@ -328,10 +332,10 @@ def explain_unpinned(runs: Sequence[RunRecord], metric: str) -> str:
 
 
 def _predict_losses(
-    arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float], *, pinned: bool
+    arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float], pinned_e: float | None
 ) -> list[Prediction]:
     """Predict each arm's loss at its largest size from the others, if they are enough, and at each projection."""
-    pinned_e = PINNED_E if pinned else None
+    pinned = pinned_e is not None
     predictions = []
     for row, arm in enumerate(arms):
         n, measured = fits[0].n[row], fits[0].losses[row]
@@ -340,10 +344,9 @@ def _predict_losses(
             laws = [fit_law(fit.n[row, smaller], fit.losses[row, smaller], pinned_e) for fit in fits]
             values = [evaluate_law(law, fit.n[row, largest]) for law, fit in zip(laws, fits, strict=True)]
             # The interval of the ratio to the measured loss, which has its own spread, placed around the prediction.
-            ratio = estimate_ratio(np.array(values) / [fit.losses[row, largest] for fit in fits])
             scale = float(measured[largest])
-            interval = ratio.interval and (ratio.interval[0] * scale, ratio.interval[1] * scale)
-            loss = Estimate(ratio.value * scale, interval, ratio.error, ratio.freedom)
+            ratio = estimate_ratio(np.array(values) / [fit.losses[row, largest] for fit in fits])
+            loss = ratio.map_values(scale.__mul__)
             predictions.append(Prediction(arm, float(n[largest]), pinned, loss, scale))
         for flops in projections:
             laws = [fit_law(fit.n[row], fit.losses[row], pinned_e) for fit in fits]
@@ -359,9 +362,8 @@ def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits:
         if row == base:
             continue
         ratio = estimate_ratio(np.array([fit.ratios[row, column] for fit in fits]))
-        interval = ratio.interval and (ratio.interval[0] - 1, ratio.interval[1] - 1)
+        more = ratio.map_values(lambda value: value - 1)
         needed, trained = ratio.value * fits[0].over[row, column], fits[0].n[base]
-        more = Estimate(ratio.value - 1, interval, ratio.error, ratio.freedom)
         equals.append(Equal(arms[row], sizes[column], more, bool(trained.min() <= needed <= trained.max())))
     return equals
 
