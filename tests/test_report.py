@@ -31,7 +31,7 @@ from headwater_lab.reports.page import (
 )
 from headwater_lab.reports.pictures import curves_picture, differences_picture
 from headwater_lab.reports.styles import choose_styles
-from headwater_lab.reports.words import describe_test, differences_table, result_table, state_answer
+from headwater_lab.reports.words import describe_test, difference_rows, result_table, state_answer
 from headwater_lab.training.records import (
     CurvePoint,
     Experiment,
@@ -118,8 +118,7 @@ class TestWhatIsSaid:
         paired = found.summaries[1].paired
         assert paired.more is not None
         assert state_answer(found).startswith("The comparison with base is inconclusive after 3 seeds")
-        names, rows = differences_table(found)
-        assert rows[0][names.index("more seeds")] == f"{paired.more:,}"
+        assert difference_rows(found)[0]["more seeds"] == f"{paired.more:,}"
         assert "Holm" not in describe_test(found), "one arm needs no correction"
 
     def test_the_same_to_the_last_digit(self, tmp_path):

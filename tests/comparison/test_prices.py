@@ -16,7 +16,7 @@ from headwater_lab.comparison.prices import PRICES, make_timed_recipe, measure_p
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.reports import read_comparisons
 from headwater_lab.reports.page import prices_part
-from headwater_lab.reports.price_tables import find_prices, prices_table, terminal_prices
+from headwater_lab.reports.price_tables import find_prices, price_rows, terminal_prices
 from headwater_lab.training.records import read_record
 
 DEEP = {"model": {"num_hidden_layers": 2}}
@@ -122,9 +122,9 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
             file.write_text(record.model_dump_json())
     (comparison,) = read_comparisons(tmp_path)
     found = find_prices(comparison)
-    names, rows = prices_table(comparison, found)
-    assert {row[0] for row in rows} == {"base", "shift", "deep"}
-    assert "time/token" in "".join(names)
+    rows = price_rows(comparison, found)
+    assert {row[""] for row in rows} == {"base", "shift", "deep"}
+    assert "time/token" in "".join(rows[0])
     assert terminal_prices(found).row_count == 3
     # Of other settings: no price, which the page says.
     stored = json.loads((tmp_path / "tiny" / PRICES).read_text())

@@ -9,7 +9,7 @@ from scipy import stats
 
 from headwater_lab.comparison.scaling import PINNED_E, fit_law, fit_scaling, group_sizes
 from headwater_lab.comparison.speedup import PINNED_EXPONENT, measure_speedups
-from headwater_lab.reports.words import predictions_columns, speedup_rows
+from headwater_lab.reports.words import prediction_rows, speedup_rows
 
 DEPTHS = {"d3": 1.3e6, "d4": 3.1e6, "d6": 10.6e6, "d8": 25e6}
 MARIN = (PINNED_E, 90.0, PINNED_EXPONENT)
@@ -150,8 +150,8 @@ def test_what_cannot_be_told_says_why():
     assert reasons(ladder(arms, depths=two)) == {"pinned": "", "fitted": "needs 3 budgets"}
     low = ladder(arms, (0.5, 12.0, 0.08))
     assert reasons(low) == {"pinned": "loss below 1.6", "fitted": ""}
-    columns, rows = predictions_columns(fit_scaling(low))
-    assert {row[columns.index("largest size, E = 1.6")] for row in rows} == {"loss below 1.6"}
+    rows = prediction_rows(fit_scaling(low))
+    assert {row["largest size, E = 1.6"] for row in rows} == {"loss below 1.6"}
     images = ladder(arms, unit="images")
     assert reasons(images)["pinned"] == "not in nats per token"
     apart = [run for run in ladder(arms, seeds=(0, 1)) if run.seed == (run.experiment.arm == "arm")]

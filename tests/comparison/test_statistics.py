@@ -27,7 +27,7 @@ from headwater_lab.comparison.statistics import (
 from headwater_lab.comparison.worth import measure_worth
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.page import results_table
-from headwater_lab.reports.words import cost_columns, result_rows, state_answer, worth_columns, write_factor
+from headwater_lab.reports.words import cost_rows, result_rows, state_answer, worth_rows, write_factor
 from headwater_lab.training.records import Origin, SeedPlan, StageRecord
 
 
@@ -297,23 +297,23 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
     assert (bad.below, bad.above, math.exp(bad.factor.mean)) == (5, 0, pytest.approx(0.7))
     assert (good.below, good.above, math.exp(good.factor.mean)) == (0, 5, pytest.approx(1.4))
     page = Comparison("made", "Made", "base", None, None, records, ["less", "more"])
-    names, rows = worth_columns(page)
-    assert names[2] == "worth in FLOPs of base [98.33 %, Holm]"  # the others have bounds, not intervals
-    factors = {name: factor for name, _, factor in rows}
+    rows = worth_rows(page)
+    assert list(rows[0])[2] == "worth in FLOPs of base [98.33 %, Holm]"  # the others have bounds, not intervals
+    factors = {name: factor for name, _, factor in map(dict.values, rows)}
     assert factors == {
         "saves": write_factor(saves.factor),
         "bad": "at most ×0.70",
         "good": "at least ×1.40",
     }
-    assert worth_columns(Comparison("made", "Made", "base", None, None, records))[1] == []
+    assert worth_rows(Comparison("made", "Made", "base", None, None, records)) == []
     # What is said of an arm that diverged is of the other seeds only.
     lost = [one.model_copy(update={"status": "diverged"}) if one.name == "saves-4" else one for one in records]
     page = Comparison("made", "Made", "base", 8.0, None, lost, ["less", "more"])
-    (told,) = [row[2] for row in worth_columns(page)[1] if row[0] == "saves"]
+    (told,) = [[*row.values()][2] for row in worth_rows(page) if row[""] == "saves"]
     assert told.endswith(", without 1 seed that diverged")
     dearer = [one.model_copy(update={"flops": 2 * one.flops}) if one.name == "bad-0" else one for one in lost]
     page = Comparison("made", "Made", "base", 8.0, None, dearer, ["less", "more"])
-    assert {row[0]: row[1] for row in cost_columns(page)[1]}["saves"].endswith("of 5")
+    assert {row[""]: [*row.values()][1] for row in cost_rows(page)}["saves"].endswith("of 5")
     tested = {one.arm: one.paired for one in summarize_arms(records, "base", None, ["less", "more"])}
     assert [arm for arm, paired in tested.items() if paired is None] == ["less", "base", "more"]
 

@@ -19,10 +19,9 @@ from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs
 from headwater_lab.papers.table import Column, PaperTable, TableCell, find_table, list_measures
 from headwater_lab.papers.work import Work
-from headwater_lab.reports.words import MANY, counted
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.outputs import save_figure, write_json
-from headwater_lab.util.terminal import Prose, Table, lined
+from headwater_lab.util.terminal import Prose, Table, counted, lined
 
 RESULT = "result.json"
 # Verb forms after "one claim" and after several.
@@ -32,6 +31,8 @@ WORDS: dict[ClaimVerdict, tuple[str, str]] = {
     "inconclusive": ("is inconclusive", "are inconclusive"),
 }
 HUGE = 1e6
+# Do not print estimates of more additional seeds than this.
+MANY = 200
 
 
 @dataclass(frozen=True)

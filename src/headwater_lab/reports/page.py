@@ -34,7 +34,7 @@ from headwater_lab.reports.pictures import (
     scaling_picture,
     speedup_picture,
 )
-from headwater_lab.reports.price_tables import find_prices, prices_table, where_measured
+from headwater_lab.reports.price_tables import find_prices, price_rows, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.reports.table_formats import TABLE_FORMATS, PageCell, PageTable, write_csv
 from headwater_lab.training.records import RunRecord, list_recordings
@@ -173,15 +173,12 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
     for size in sizes:
         file = _name_file(size.name, size.size)
         sections.append(Section(f"{file}-curves", titled("Curves", size), picture=curves_picture(size)))
-        further = [PageTable(caption, *columns, name=kind) for kind, caption, columns in words.further_tables(size)]
-        tables = [results_table(size), *further]
+        tables = [results_table(size), *words.further_tables(size)]
         sections.append(Section(f"{file}-results", titled("Results", size), tables=tables))
-        if differences := differences_picture(size):
+        if picture := differences_picture(size):
             caption = f"Paired differences to {size.baseline}. {words.describe_columns(size)}"
-            tables = [PageTable(caption, *words.differences_table(size))]
-            sections.append(
-                Section(f"{file}-differences", titled("Differences", size), picture=differences, tables=tables)
-            )
+            tables = [PageTable.from_rows(caption, words.difference_rows(size))]
+            sections.append(Section(f"{file}-differences", titled("Differences", size), picture=picture, tables=tables))
         if (prices := prices_part(size, f"{file}-prices", titled("Prices", size))) is not None:
             sections.append(prices)
     if comparison.tuning:
@@ -207,13 +204,12 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
 
 def results_table(comparison: Comparison) -> PageTable:
     classes = {"better": "better", "worse": "worse", "diverged": "worse"}
-    rows = words.result_rows(comparison)
-    cells: list[list[PageCell]] = []
-    for row, summary in zip(rows, comparison.summaries, strict=True):
-        marked = (row["verdict"], classes.get(summary.verdict(comparison.lower_is_better), ""))
-        cells.append([marked if name == "verdict" else cell for name, cell in row.items()])
+    rows: list[dict[str, PageCell]] = []
+    for row, summary in zip(words.result_rows(comparison), comparison.summaries, strict=True):
+        css_class = classes.get(summary.verdict(comparison.lower_is_better), "")
+        rows.append({**row, "verdict": (row["verdict"], css_class)})
     caption = f"Held-out {comparison.unit} at the end. {words.describe_test(comparison)}"
-    return PageTable(caption, list(rows[0]), cells, numbers=list_arms(comparison))
+    return PageTable.from_rows(caption, rows, numbers=list_arms(comparison))
 
 
 def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
@@ -263,8 +259,8 @@ def prices_part(comparison: Comparison, name: str, title: str) -> Section | None
     prices = find_prices(comparison)
     if isinstance(prices, str):
         return Section(name, title, [prices]) if prices else None
-    table = PageTable(f"What each arm costs. {where_measured(prices)}", *prices_table(comparison, prices))
-    return Section(name, title, tables=[table])
+    caption = f"What each arm costs. {where_measured(prices)}"
+    return Section(name, title, tables=[PageTable.from_rows(caption, price_rows(comparison, prices))])
 
 
 def scaling_parts(sizes: Sequence[Comparison], name: str) -> list[Section]:
@@ -294,48 +290,36 @@ def scaling_part(sizes: Sequence[Comparison], name: str, label: str = "") -> Sec
         return Section(name, title, paragraphs=[str(error)])
     if scaling is None:
         return None
-    columns = ["", "E", "A", "a", "error"]
-    rows = [[law.arm, f"{law.e:.4g}", f"{law.a:.4g}", words.write_exponent(law.exponent)] for law in scaling.laws]
-    if errors := [f"{law.error:.2g}" for law in scaling.laws if law.error is not None]:
-        quality = "Error: root mean square of the residuals."
-        rows = [[*row, error] for row, error in zip(rows, errors, strict=True)]
-    else:
-        quality = (
-            "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for "
-            "the law's form."
-        )
+    rows = words.law_rows(scaling.laws)
+    quality = (
+        "Error: root mean square of the residuals."
+        if "error" in rows[0]
+        else "With three sizes for three constants, the fit has no degrees of freedom left, so it is no evidence for "
+        "the law's form."
+    )
     caption = (
         f"Fitted laws, L = E + A/N^a (Hoffmann et al., arXiv 2203.15556), of arms with all sizes. N: "
         f"{scaling.size_unit}. {quality} Intervals of the sizes below: 95 %, by the jackknife over the "
         f"{counted(scaling.seeds)} that all arms have at all sizes."
     )
+    tables = [PageTable.from_rows(caption, rows, numbers=list_laws(scaling, sizes[0]))]
+    if scaling.pinned_laws:
+        rows = [{name: row[name] for name in ("", "A", "a", "error")} for row in words.law_rows(scaling.pinned_laws)]
+        tables.append(PageTable.from_rows(f"Laws with E = {PINNED_E}, as marin's.", rows, name="pinned"))
+    if scaling.predictions:
+        tables.append(predictions_table(scaling, sizes[0]))
     picture = scaling_picture(scaling, sizes[0].title, sizes[0].arms)
-    table = PageTable(caption, columns[: len(rows[0])], rows, numbers=list_laws(scaling, sizes[0]))
-    tables = [table, *_pinned_tables(scaling), *_predictions_tables(scaling, sizes[0])]
     return Section(name, title, picture=picture, tables=tables, items=scaling.sentences())
 
 
-def _pinned_tables(scaling: Scaling) -> list[PageTable]:
-    """Make the table of laws with a pinned E, if any."""
-    if not scaling.pinned_laws:
-        return []
-    rows = [
-        [law.arm, f"{law.a:.4g}", words.write_exponent(law.exponent), f"{law.error or 0:.2g}"]
-        for law in scaling.pinned_laws
-    ]
-    return [PageTable(f"Laws with E = {PINNED_E}, as marin's.", ["", "A", "a", "error"], rows, name="pinned")]
-
-
-def _predictions_tables(scaling: Scaling, comparison: Comparison) -> list[PageTable]:
-    """Make the table of what the laws predict, if anything."""
-    names, rows = words.predictions_columns(scaling)
+def predictions_table(scaling: Scaling, comparison: Comparison) -> PageTable:
     caption = (
         f"Predicted {name_unit(scaling.metric, scaling.unit)}. For the largest size, laws are fitted to the others; "
         "missed: the measured loss is outside the interval. Intervals: 95 %, by the jackknife over the seeds. They do "
         "not cover the law's form."
     )
     numbers = list_predictions(scaling, comparison)
-    return [PageTable(caption, names, rows, name="predictions", numbers=numbers)] if rows else []
+    return PageTable.from_rows(caption, words.prediction_rows(scaling), name="predictions", numbers=numbers)
 
 
 def speedup_part(sizes: Sequence[Comparison], name: str) -> Section | None:

@@ -29,29 +29,29 @@ def where_measured(prices: Prices) -> str:
     )
 
 
-def prices_table(comparison: Comparison, prices: Prices) -> tuple[list[str], list[list[str]]]:
-    """Return column names, and a row for each arm with a price."""
-    columns, costs = prices_by_arm(prices, of_images=comparison.trained_on == "images")
-    differences = difference_columns(comparison)
-    rows = [
-        [summary.arm, *difference.values(), *costs[summary.arm]]
-        for summary, difference in zip(comparison.summaries, differences, strict=True)
-        if summary.arm in costs
-    ]
-    return ["", *differences[0], *columns], rows
+def price_rows(comparison: Comparison, prices: Prices) -> list[dict[str, str]]:
+    """Make a row for each arm with a price: column -> cell."""
+    costs = _list_costs(prices, of_images=comparison.trained_on == "images")
+    arms = [summary.arm for summary in comparison.summaries]
+    differences = zip(arms, difference_columns(comparison), strict=True)
+    return [{"": arm} | difference | costs[arm] for arm, difference in differences if arm in costs]
 
 
-def prices_by_arm(prices: Prices, *, of_images: bool = False) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the prices' names, and each arm's. Times are ratios to the baseline's, with quartiles; its own are 1."""
+def _list_costs(prices: Prices, *, of_images: bool) -> dict[str, dict[str, str]]:
+    """List each arm's costs: column -> cell. Times are ratios to the baseline's, with quartiles; its own are 1."""
     unit = "image" if of_images else "token"
-    names = ["parameters", f"FLOPs/{unit}", f"training time/{unit}"]
-    names += [] if of_images else ["cache B/token", "decoding time/token"]
     rows = {}
     for arm, price in prices.arms.items():
-        times = ["×1"] * 2 if arm == prices.baseline else [_write_ratio(price.training), _write_ratio(price.decoding)]
-        row = [f"{price.parameters:,}", f"{price.flops:.3g}", times[0], f"{price.cache:,}", times[1]]
-        rows[arm] = row[: len(names)]
-    return names, rows
+        times = [price.training, price.decoding]
+        training, decoding = ["×1", "×1"] if arm == prices.baseline else map(_write_ratio, times)
+        rows[arm] = {
+            "parameters": f"{price.parameters:,}",
+            f"FLOPs/{unit}": f"{price.flops:.3g}",
+            f"training time/{unit}": training,
+        }
+        if not of_images:
+            rows[arm] |= {"cache B/token": f"{price.cache:,}", "decoding time/token": decoding}
+    return rows
 
 
 def _write_ratio(time: TimeRatio | None) -> str:
@@ -60,6 +60,6 @@ def _write_ratio(time: TimeRatio | None) -> str:
 
 def terminal_prices(prices: Prices) -> Table:
     """Make the table of prices for a terminal, without the page's differences and quartiles."""
-    names, rows = prices_by_arm(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
-    cells = [[arm, *(cell.partition(" [")[0] for cell in row)] for arm, row in rows.items()]
-    return lined("", *names, rows=cells, caption=f"What each arm costs. {where_measured(prices)}")
+    costs = _list_costs(prices, of_images=all(price.decoding is None for price in prices.arms.values()))
+    rows = [[arm, *(cell.partition(" [")[0] for cell in row.values())] for arm, row in costs.items()]
+    return lined("", *costs[prices.baseline], rows=rows, caption=f"What each arm costs. {where_measured(prices)}")

@@ -44,6 +44,11 @@ class PageTable:
     name: str = ""
     numbers: Sequence[Mapping[str, Any]] = ()
 
+    @classmethod
+    def from_rows(cls, caption: str, rows: Sequence[Mapping[str, PageCell]], **options: Any) -> "PageTable":
+        """Make a table of rows that are by column, in the order of the first one's columns."""
+        return cls(caption, list(rows[0]) if rows else [], [list(row.values()) for row in rows], **options)
+
     @property
     def texts(self) -> list[list[str]]:
         return [[cell if isinstance(cell, str) else cell[0] for cell in row] for row in self.rows]

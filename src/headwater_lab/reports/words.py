@@ -1,20 +1,19 @@
 """A comparison in tables and sentences that claim no more than its intervals support."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Prediction, Scaling
+from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Law, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
 from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, compare_all_pairs, is_too_wide
 from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
+from headwater_lab.reports.table_formats import PageTable
 from headwater_lab.util.terminal import Table, counted, lined
 
-# Do not print estimates of more additional seeds than this.
-MANY = 200
 RARE = (
     "If an arm rarely fails at the task, the first seeds may not show it: with one run in ten, a fifth to a half of "
     "the verdicts are wrong, in simulations."
@@ -81,31 +80,22 @@ def describe_threshold(comparison: Comparison) -> str:
     return f"the end of {comparison.baseline}" if isinstance(threshold, str) else f"{threshold:g}"
 
 
-def cost_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """List each arm's cost of reaching the threshold: column names and rows; no rows where arms cost alike."""
+def cost_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Make a row for each arm's cost of reaching the threshold: column -> cell; none where arms cost alike."""
     if comparison.threshold is None or not differ_in_cost(comparison.records):
-        return [], []
+        return []
     tests = [summary.cheaper for summary in comparison.summaries]
     factors = name_levels(f"over {comparison.baseline}", map(write_factor, tests), tests)
     rows = []
     for summary, factor in zip(comparison.summaries, factors, strict=True):
         reached = [point for point in summary.reached or [] if point is not None]
-        flops, seconds = (
-            f"{np.median([point[field] for point in reached]):{form}}" if reached else ""
-            for field, form in ((1, ".3g"), (2, ",.0f"))
-        )
-        rows.append(
-            {
-                "": summary.arm,
-                f"seeds that reach {describe_threshold(comparison)}": (
-                    f"{len(reached)} of {len(summary.reached or []) + summary.diverged}"
-                ),
-                "FLOPs, all included": flops,
-            }
-            | factor
-            | {"seconds": seconds}
-        )
-    return _split_rows(rows)
+        runs = len(summary.reached or []) + summary.diverged
+        row = {"": summary.arm, f"seeds that reach {describe_threshold(comparison)}": f"{len(reached)} of {runs}"}
+        row["FLOPs, all included"] = f"{np.median([point.flops for point in reached]):.3g}" if reached else ""
+        row |= factor
+        row["seconds"] = f"{np.median([point.seconds for point in reached]):,.0f}" if reached else ""
+        rows.append(row)
+    return rows
 
 
 def write_factor(cheaper: Paired | None) -> str:
@@ -119,10 +109,15 @@ def write_factor(cheaper: Paired | None) -> str:
     return f"×{mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*ends) if ends else "")
 
 
-def write_exponent(exponent: float) -> str:
-    """Write a law's exponent, and whether a better one may lie beyond the range that is searched."""
-    is_inside = EXPONENTS[0] * 1.01 < exponent < EXPONENTS[1] / 1.01
-    return f"{exponent:.4g}" + ("" if is_inside else ", the bound of the search")
+def law_rows(laws: Sequence[Law]) -> list[dict[str, str]]:
+    """Make a row for each law: column -> cell. An exponent at the bound of the search may not be the best one."""
+    rows = []
+    for law in laws:
+        is_inside = EXPONENTS[0] * 1.01 < law.exponent < EXPONENTS[1] / 1.01
+        exponent = f"{law.exponent:.4g}" + ("" if is_inside else ", the bound of the search")
+        row = {"": law.arm, "E": f"{law.e:.4g}", "A": f"{law.a:.4g}", "a": exponent}
+        rows.append(row if law.error is None else row | {"error": f"{law.error:.2g}"})
+    return rows
 
 
 def write_speedup(speedup: Speedup, measure: str) -> str:
@@ -170,20 +165,20 @@ def describe_speedups(constants: Constants, baseline: str, *, are_priced: bool) 
     )
 
 
-def predictions_columns(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
-    """Lay out what each arm's laws predict: column names and rows; no rows without predictions."""
+def prediction_rows(scaling: Scaling) -> list[dict[str, str]]:
+    """Make a row for what each arm's laws predict: column -> cell; none without predictions."""
     fitted, pinned = "E fitted", f"E = {PINNED_E}"
     empty = {"largest size": "", f"largest size, {fitted}": f"needs {LEAST_SIZES + 1} sizes"}
     if scaling.axis == "flops":
         empty[f"largest size, {pinned}"] = scaling.unpinned
     rows: dict[str, dict[str, str]] = {}
     for prediction in scaling.predictions:
-        row = rows.setdefault(prediction.arm, dict(empty))
+        row = rows.setdefault(prediction.arm, {"": prediction.arm} | empty)
         if prediction.measured is not None:
             row["largest size"] = f"{prediction.measured:.3f}"
         n = f"{prediction.n:.3g} FLOPs" if prediction.measured is None else "largest size"
         row[f"{n}, {pinned if prediction.pinned else fitted}"] = _write_prediction(prediction)
-    return _split_rows([{"": arm} | row for arm, row in rows.items()])
+    return list(rows.values())
 
 
 def _write_prediction(prediction: Prediction) -> str:
@@ -204,8 +199,8 @@ COST_NOTE = (
 )
 
 
-def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """List what each arm's result would have cost the baseline: column names and rows; no rows without budgets."""
+def worth_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Make a row for what each arm's result would have cost the baseline: column -> cell; none without budgets."""
     tests = [worth.factor for worth in comparison.worths]
     factors = name_levels(f"worth in FLOPs of {comparison.baseline}", map(_write_worth, comparison.worths), tests)
     diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
@@ -215,12 +210,7 @@ def worth_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         name = next(iter(factor))
         factor[name] += f", without {counted(lost)} that diverged" if lost else ""
         rows.append({"": worth.arm, "FLOPs, all included": f"{worth.flops:.3g}"} | factor)
-    return _split_rows(rows)
-
-
-def _split_rows(rows: Sequence[Mapping[str, str]]) -> tuple[list[str], list[list[str]]]:
-    """Split rows into column names and cells."""
-    return list(rows[0]) if rows else [], [list(row.values()) for row in rows]
+    return rows
 
 
 def _write_worth(worth: Worth) -> str:
@@ -243,20 +233,20 @@ def worth_note(comparison: Comparison) -> str:
 def result_tables(comparison: Comparison) -> list[Table]:
     """Make a comparison's tables for a terminal: results, then costs, worths and domains where it has any."""
     further = [
-        lined(*names, rows=rows, left=names[:1], caption=caption)
-        for _, caption, (names, rows) in further_tables(comparison)
+        lined(*table.columns, rows=table.texts, left=table.columns[:1], caption=table.caption)
+        for table in further_tables(comparison)
     ]
     return [result_table(comparison), *further]
 
 
-def further_tables(comparison: Comparison) -> list[tuple[str, str, tuple[list[str], list[list[str]]]]]:
-    """Make the tables of costs, worths and domains, if any: (name, caption, (column names, rows)) of each."""
-    tables_of_kinds = [
-        ("costs", f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_columns(comparison)),
-        ("worth", f"What each result is worth. {worth_note(comparison)}", worth_columns(comparison)),
-        ("domains", domains_note(comparison), domains_columns(comparison)),
+def further_tables(comparison: Comparison) -> list[PageTable]:
+    """Make the tables of costs, worths and domains, if any."""
+    tables = [
+        (f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_rows(comparison), "costs"),
+        (f"What each result is worth. {worth_note(comparison)}", worth_rows(comparison), "worth"),
+        (domains_note(comparison), domain_rows(comparison), "domains"),
     ]
-    return [(name, caption, columns) for name, caption, columns in tables_of_kinds if columns[1]]
+    return [PageTable.from_rows(caption, rows, name=name) for caption, rows, name in tables if rows]
 
 
 def count_decimals(scale: float) -> int:
@@ -292,14 +282,12 @@ def write_verdict(summary: Summary, comparison: Comparison) -> str:
 
 def result_table(comparison: Comparison) -> Table:
     """The comparison for a terminal."""
-    rows = result_rows(comparison)
-    cells = [row.values() for row in rows]
-    return lined(*rows[0], rows=cells, title=comparison.heading, caption=describe_test(comparison))
+    table = PageTable.from_rows(describe_test(comparison), result_rows(comparison))
+    return lined(*table.columns, rows=table.texts, title=comparison.heading, caption=table.caption)
 
 
-def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """List the deciding kind of metric in every domain, or all metrics of images: column names and rows, if any."""
-    metrics = _list_metrics(comparison)
+def domain_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Make a row for each arm with the deciding kind of metric in every domain, or all metrics of images, if any."""
 
     def values(arm: str, measure: str) -> dict[int, float]:
         looks = {run.seed: run.held_out[-1].metrics for run in comparison.finished(arm)}
@@ -311,8 +299,10 @@ def domains_columns(comparison: Comparison) -> tuple[list[str], list[list[str]]]
         beside = f" ({np.mean(differences):+.3f})" if differences and arm != comparison.baseline else ""
         return f"{np.mean(list(of_arm.values())):.3f}{beside}" if of_arm else ""
 
-    rows = [[arm, *(cell(arm, measure) for measure in metrics.values())] for arm in comparison.arms]
-    return ["", *metrics], rows if metrics else []
+    metrics = _list_metrics(comparison)
+    if not metrics:
+        return []
+    return [{"": arm} | {name: cell(arm, metrics[name]) for name in metrics} for arm in comparison.arms]
 
 
 def _list_metrics(comparison: Comparison) -> dict[str, str]:
@@ -527,8 +517,8 @@ def write_range(values: Sequence[float], form: Callable[[float], str]) -> str:
     return " to ".join(dict.fromkeys((form(min(values)), form(max(values)))))
 
 
-def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Test results of every arm: column names and rows."""
+def difference_rows(comparison: Comparison) -> list[dict[str, str]]:
+    """Make a row for the test of each arm: column -> cell."""
     fixed = comparison.plan is None  # sequential comparisons have no p
     rows = []
     for s in comparison.summaries:
@@ -546,7 +536,7 @@ def differences_table(comparison: Comparison) -> tuple[list[str], list[list[str]
             "detectable": "" if p.detectable is None else f"{p.detectable:.3g}",
         }
         rows.append({name: cell for name, cell in row.items() if fixed or name not in ("p", "detectable")})
-    return _split_rows(rows)
+    return rows
 
 
 def describe_columns(comparison: Comparison) -> str:
