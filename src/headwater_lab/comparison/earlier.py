@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from headwater.util.errors import HeadwaterError, NotTrusted
-from headwater_lab.comparison.trials import Trial, choose_rate, find_tried_rate, make_plan, make_trial
+from headwater_lab.comparison.pool import check_same_run
+from headwater_lab.comparison.trials import Trial, choose_rate, find_tried_rate, make_trial
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.recipe.recipe import Recipe, parse
-from headwater_lab.training.checkpoints import list_checkpoints
 from headwater_lab.training.records import (
     ENDED,
     Experiment,
@@ -23,14 +23,16 @@ from headwater_lab.training.records import (
     write_record,
 )
 
-EarlierRuns = Sequence[tuple[RunRecord, Path]]
+EarlierRuns = Sequence[tuple[RunRecord, Trial]]
 
 
-def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> list[tuple[RunRecord, Path]]:
-    """Find the runs of the recipe's comparison below `out`, and their folders, without those that tune learning rates.
+def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared: bool) -> EarlierRuns:
+    """Find the runs of the recipe's comparison below `out`, except those that tune learning rates, and their trials.
 
     shared: only those in the folders of `trials`. Training reports unreadable records. Raises `HeadwaterError` for a
-    run of the recipe's name that belongs to no comparison: no table could include both.
+    run of the recipe's name that belongs to no comparison, since no table could include both, or not in the recipe's:
+    it has an arm or a size that the recipe lacks, is in another folder, or was trained under another plan, whose error
+    rate a change would invalidate. Runs of a comparison with fixed seeds become part of the plan.
     """
     folders = [trial.folder for trial in trials] if shared else [path.parent for path in list_records(out)]
     runs = []
@@ -44,43 +46,37 @@ def find_earlier_runs(recipe: Recipe, trials: Sequence[Trial], out: Path, shared
                 "choose another --out (out=), or remove it."
             )
         if experiment is not None and experiment.name == recipe.name and experiment.phase == "comparison":
-            runs.append((record, folder))
-    return runs
-
-
-def check_earlier_runs(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
-    """Raise `HeadwaterError` if any run does not belong in the recipe's comparison.
-
-    Such a run has an arm or a size that the recipe lacks, is in another folder, or was trained under another plan,
-    whose error rate a change would invalidate. Runs of a comparison with fixed seeds become part of the plan.
-    """
-    section = recipe.compare
-    assert section is not None
-    plan = make_plan(section)
-    sizes: list[str | None] = [*section.sizes] or [None]
-    for record, folder in runs:
-        experiment = _read_experiment(record)
-        if experiment.arm not in section.arms or experiment.size not in sizes:
-            subject = f"size {experiment.size!r}" if experiment.size else "one size"
-            subject = subject if experiment.arm in section.arms else f"arm {experiment.arm!r}"
+            runs.append((record, _find_trial(recipe, experiment, record.seed, folder, out)))
+    for record, trial in runs:
+        plan = trial.experiment.seed_plan
+        if record.experiment and record.experiment.seed_plan not in (None, plan):
+            earlier_plan = _describe_plan(record.experiment.seed_plan)
             raise HeadwaterError(
-                f"{str(folder)!r} holds a run of the {subject}, which the recipe {recipe.name!r} does not have, and "
-                "the tables would compare it with the others; choose another --out, or remove it."
-            )
-        trial = make_trial(recipe, experiment.arm, record.seed, out, experiment.size)
-        if trial.folder.resolve() != folder.resolve():
-            raise HeadwaterError(
-                f"{str(folder)!r} holds a run of {trial.label}, which belongs in {str(trial.folder)!r}, and the tables "
-                "would include both; choose another --out, or remove one."
-            )
-    for record, folder in runs:
-        earlier_plan = _read_experiment(record).seed_plan
-        if earlier_plan is not None and earlier_plan != plan:
-            raise HeadwaterError(
-                f"{str(folder)!r} was run until decided, with {_describe_plan(earlier_plan)}, but now the recipe has "
+                f"{str(trial.folder)!r} was run until decided, with {earlier_plan}, but now the recipe has "
                 f"{_describe_plan(plan)}; the error rate holds only for a plan made before the results, so choose the "
                 "same plan or another --out."
             )
+    return runs
+
+
+def _find_trial(recipe: Recipe, experiment: Experiment, seed: int, folder: Path, out: Path) -> Trial:
+    """Find the trial of a run in a folder. Raises `HeadwaterError` if it has none in the recipe's comparison."""
+    section = recipe.compare
+    assert section is not None
+    if experiment.arm not in section.arms or experiment.size not in (section.sizes or [None]):
+        subject = f"size {experiment.size!r}" if experiment.size else "one size"
+        subject = subject if experiment.arm in section.arms else f"arm {experiment.arm!r}"
+        raise HeadwaterError(
+            f"{str(folder)!r} holds a run of the {subject}, which the recipe {recipe.name!r} does not have, and "
+            "the tables would compare it with the others; choose another --out, or remove it."
+        )
+    trial = make_trial(recipe, experiment.arm, seed, out, experiment.size)
+    if trial.folder.resolve() != folder.resolve():
+        raise HeadwaterError(
+            f"{str(folder)!r} holds a run of {trial.label}, which belongs in {str(trial.folder)!r}, and the tables "
+            "would include both; choose another --out, or remove one."
+        )
+    return trial
 
 
 def check_data(trials: Sequence[Trial], comparison: Sequence[Trial]) -> None:
@@ -117,37 +113,32 @@ def check_settings(recipe: Recipe, rates: Mapping[str, float], runs: EarlierRuns
     section = recipe.compare
     assert section is not None
     rate_by_arm = dict(rates)
-    for record, folder in runs:
-        experiment = _read_experiment(record)
-        expected = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).recipe
+    for record, trial in runs:
+        expected, arm = trial.recipe, trial.experiment.arm
         if section.tried_rates:
-            if experiment.arm not in rate_by_arm:
-                tuned = find_tuned_rate(recipe, experiment.arm, out)
-                rate_by_arm[experiment.arm] = find_tried_rate(expected, section, record) if tuned is None else tuned
-            expected = choose_rate(expected, section, rate_by_arm[experiment.arm])
-        difference = record.describe_difference(expected)
-        if difference and (record.status in ENDED or list_checkpoints(folder)):
-            raise HeadwaterError(f"{str(folder)!r} holds a run {difference}; choose another --out, or remove it.")
+            if arm not in rate_by_arm:
+                tuned = find_tuned_rate(recipe, arm, out)
+                rate_by_arm[arm] = find_tried_rate(expected, section, record) if tuned is None else tuned
+            expected = choose_rate(expected, section, rate_by_arm[arm])
+        check_same_run(record, expected, trial.folder)
         evaluate_every = record.recipe.get("reporting", {}).get("evaluate_every")
         has_ended = section.threshold is not None and record.status in ENDED
         if has_ended and evaluate_every != expected.reporting.evaluate_every:
             raise HeadwaterError(
-                f"{str(folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and the "
-                f"recipe now has {json.dumps(expected.reporting.evaluate_every)}, which determines when an arm reaches "
-                "compare.threshold; set it back, or choose another --out."
+                f"{str(trial.folder)!r} was evaluated with reporting.evaluate_every={json.dumps(evaluate_every)}, and "
+                f"the recipe now has {json.dumps(expected.reporting.evaluate_every)}, which determines when an arm "
+                "reaches compare.threshold; set it back, or choose another --out."
             )
 
 
-def adopt_experiment(recipe: Recipe, runs: EarlierRuns, out: Path) -> None:
+def adopt_experiment(runs: EarlierRuns) -> None:
     """Write the recipe's current settings of its comparison, such as another threshold, into the existing runs."""
-    for record, folder in runs:
-        experiment = _read_experiment(record)
-        updated = make_trial(recipe, experiment.arm, record.seed, out, experiment.size).experiment
-        if experiment != updated:
-            write_record(record.model_copy(update={"experiment": updated}), folder)
+    for record, trial in runs:
+        if record.experiment != trial.experiment:
+            write_record(record.model_copy(update={"experiment": trial.experiment}), trial.folder)
 
 
-def find_conflict(runs: EarlierRuns) -> str:
+def find_conflict(runs: Sequence[tuple[RunRecord, Path]]) -> str:
     """Explain why runs of one comparison, at one size, cannot be in one table; "" if they can."""
     folders: dict[tuple[str, int], Path] = {}
     settings: dict[str, tuple[dict[str, Any], Path]] = {}
@@ -156,7 +147,8 @@ def find_conflict(runs: EarlierRuns) -> str:
     for record, folder in runs:
         if record.status not in ENDED:
             continue
-        experiment = _read_experiment(record)
+        experiment = record.experiment
+        assert experiment is not None
         earlier = folders.setdefault((experiment.arm, record.seed), folder)
         if earlier != folder:
             return f"{str(earlier)!r} and {str(folder)!r} both hold {experiment.arm!r} with seed {record.seed}"
@@ -186,11 +178,6 @@ def _same_settings(recipe_a: dict[str, Any], recipe_b: dict[str, Any]) -> bool:
         raise
     except HeadwaterError:
         return False
-
-
-def _read_experiment(record: RunRecord) -> Experiment:
-    assert record.experiment is not None
-    return record.experiment
 
 
 def _describe_plan(plan: SeedPlan | None) -> str:

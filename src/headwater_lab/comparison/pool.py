@@ -41,6 +41,10 @@ class Outcome:
     record: RunRecord | None
     error: str | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        return self.record is None or self.error is not None
+
 
 def run_trials(trials: list[Trial], workers: int | None = None, on_change: OnChange | None = None) -> list[Outcome]:
     """Train the trials, `workers` at a time (default: one per GPU, else one per core), one thread each.
@@ -72,13 +76,9 @@ def count_workers(jobs: list[Job]) -> int:
 
 def _list_impossible(trial: Trial, outcomes: dict[Path, Outcome]) -> dict[Path, Outcome]:
     """List the stages of a trial that cannot start, because an earlier one failed."""
-    failed = [index for index, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and _came_to_nothing(o)]
+    failed = [index for index, job in enumerate(trial.jobs) if (o := outcomes.get(job.folder)) and o.has_failed]
     lost = trial.jobs[failed[0] + 1 :] if failed else []
     return {job.folder: Outcome(job.label, None, "the stage before it failed") for job in lost}
-
-
-def _came_to_nothing(outcome: Outcome) -> bool:
-    return outcome.record is None or outcome.error is not None
 
 
 def _join_outcomes(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
@@ -87,7 +87,7 @@ def _join_outcomes(trial: Trial, outcomes: dict[Path, Outcome]) -> Outcome:
         outcome = outcomes[job.folder]
         if not trial.recipe.stages:
             return Outcome(trial.label, outcome.record, outcome.error)
-        if _came_to_nothing(outcome):
+        if outcome.has_failed:
             error = f"{job.label}: {outcome.error}"
             return Outcome(trial.label, outcome.record and _write_diverged(trial, outcome.record, error), error)
     runs = [(job.recipe, job.folder) for job in trial.jobs]
@@ -203,6 +203,17 @@ class _Pool:
                 worker.end(0)
 
 
+def check_same_run(record: RunRecord, recipe: Recipe, folder: Path) -> bool:
+    """Whether a record is a run of a recipe.
+
+    Raises `HeadwaterError` if it is not, and has ended or left a checkpoint in its folder, which would be lost.
+    """
+    difference = record.describe_difference(recipe)
+    if difference and (record.status in ENDED or list_checkpoints(folder)):
+        raise HeadwaterError(f"{str(folder)!r} holds a run {difference}; choose another --out, or remove it.")
+    return not difference
+
+
 def read_finished(job: Job) -> RunRecord | None:
     """Read the job's record, if it has run to its end with the same settings; None otherwise.
 
@@ -210,10 +221,8 @@ def read_finished(job: Job) -> RunRecord | None:
     """
     if (record := find_record(job.folder)) is None:
         return None
-    difference = record.describe_difference(job.recipe)
-    if difference and (record.status in ENDED or list_checkpoints(job.folder)):
-        raise HeadwaterError(f"{str(job.folder)!r} holds a run {difference}; choose another --out, or remove it.")
-    return record if not difference and record.status in ENDED else None
+    is_same = check_same_run(record, job.recipe, job.folder)
+    return record if is_same and record.status in ENDED else None
 
 
 def train_job(recipe: dict[str, Any], folder: str, experiment: dict[str, Any] | None, trunk: str | None = None) -> None:

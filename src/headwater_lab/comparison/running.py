@@ -10,7 +10,6 @@ from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import (
     adopt_experiment,
     check_data,
-    check_earlier_runs,
     check_settings,
     find_earlier_runs,
 )
@@ -64,7 +63,6 @@ def run_comparison(
         priced = _list_priced(section, trials)
         plan = make_plan(section)
         runs = find_earlier_runs(recipe, trials, out, shared)
-        check_earlier_runs(recipe, runs, out)
         _check_models(trials)
         tuning = _choose_tuning_trials(recipe, out, only)
         check_data(tuning, [*tuning, *trials])
@@ -73,7 +71,7 @@ def run_comparison(
             rates = _tune_rates(section, tuning, workers, on_change, tell)
             trials = [replace(t, recipe=choose_rate(t.recipe, section, rates[t.experiment.arm])) for t in trials]
         check_settings(recipe, rates, runs, out)
-        adopt_experiment(recipe, runs, out)
+        adopt_experiment(runs)
         if plan is not None:
             outcomes = run_sequentially(trials, plan, section.baseline, workers, on_change)
         else:
