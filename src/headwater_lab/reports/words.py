@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import get_args
 
 import numpy as np
 
 from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Law, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
-from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, compare_all_pairs, is_too_wide
+from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, Verdict, compare_all_pairs, is_too_wide
 from headwater_lab.comparison.worth import Worth
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.table_formats import PageTable
@@ -352,7 +353,15 @@ def state_answer(comparison: Comparison) -> str:
 
     Whether that arm also beats the others follows from tests of all pairs (Holm).
     """
-    return comparison.changed_data or _Answer(comparison).sentence()
+    if comparison.changed_data:
+        return comparison.changed_data
+    diverged = [
+        f"{summary.arm} in {summary.diverged} of {counted(summary.runs + summary.diverged)}"
+        for summary in comparison.summaries
+        if summary.diverged
+    ]
+    left_out = f" Diverged, and left out: {join_names(diverged)}." if diverged else ""
+    return _Answer(comparison).sentence() + left_out
 
 
 class _Answer:
@@ -360,19 +369,12 @@ class _Answer:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.base = comparison, comparison.baseline
-        self.judged = [
-            (summary, summary.verdict(comparison.lower_is_better))
-            for summary in comparison.summaries
-            if summary.paired is not None
-        ]
-        self.by_verdict: dict[str, list[Summary]] = {}
-        for summary, verdict in self.judged:
-            self.by_verdict.setdefault(verdict, []).append(summary)
+        self.by_verdict: dict[str, list[Summary]] = {verdict: [] for verdict in get_args(Verdict)}
+        for summary in comparison.summaries:
+            if summary.paired is not None:
+                self.by_verdict[summary.verdict(comparison.lower_is_better)].append(summary)
 
     def sentence(self) -> str:
-        return self._compare() + self._list_diverged()
-
-    def _compare(self) -> str:
         sentences = {
             "better": self._say_better,
             "worse": self._say_worse,
@@ -380,38 +382,23 @@ class _Answer:
             "inconclusive": self._say_inconclusive,
         }
         for verdict, say in sentences.items():
-            if arms := self.by_verdict.get(verdict):
-                return say(max(arms, key=lambda summary: abs(summary.difference or 0.0))) + self._caution()
-        if "identical" in self.by_verdict:
+            if arms := self.by_verdict[verdict]:
+                tests = [summary.paired for summary in self.by_verdict["better"] + self.by_verdict["worse"]]
+                few = any(paired is not None and len(paired.differences) == 2 for paired in tests)
+                return say(max(arms, key=lambda summary: abs(summary.difference or 0.0))) + (TWO_SEEDS if few else "")
+        if self.by_verdict["identical"]:
             return f"No arm differs from {self.base} in any digit."
-        if self.judged:
+        if self.by_verdict["diverged"]:
             return f"Nothing can be compared with {self.base}."
         reason = "no other arm shares a seed with it"
         if all(arm == self.base for arm in self.comparison.arms):
             reason = "the runs of other arms failed" if self.comparison.failed else "there is no other arm"
         return f"Nothing can be compared with {self.base}: {reason}."
 
-    def _list_diverged(self) -> str:
-        diverged = [
-            f"{summary.arm} in {summary.diverged} of {counted(summary.runs + summary.diverged)}"
-            for summary in self.comparison.summaries
-            if summary.diverged
-        ]
-        return f" Diverged, and left out: {join_names(diverged)}." if diverged else ""
-
-    def _caution(self) -> str:
-        """The caution about verdicts from two seeds."""
-        found = [summary.paired for arms in map(self.by_verdict.get, ("better", "worse")) for summary in arms or ()]
-        few = any(paired is not None and len(paired.differences) == 2 for paired in found)
-        return TWO_SEEDS if few else ""
-
     def _say_better(self, best: Summary) -> str:
         if self.comparison.plan is None:
-            rivals = [
-                summary.arm
-                for summary, verdict in self.judged
-                if verdict in ("better", "inconclusive") and summary is not best
-            ]
+            not_worse = {summary.arm for verdict in ("better", "inconclusive") for summary in self.by_verdict[verdict]}
+            rivals = [arm for arm in self.comparison.arms if arm in not_worse and arm != best.arm]
             verdicts = self._say_rivals(best, rivals)
         else:  # arms stopped after different numbers of seeds, and were not compared with each other
             verdicts = self._list_verdicts(best)
@@ -435,13 +422,13 @@ class _Answer:
         )
 
     def _say_undecided(self) -> str:
-        arms = [summary.arm for summary in self.by_verdict.get("inconclusive", [])]
+        arms = [summary.arm for summary in self.by_verdict["inconclusive"]]
         return f"; {join_names(arms)} {'is' if len(arms) == 1 else 'are'} inconclusive" if arms else ""
 
     def _list_verdicts(self, but: Summary) -> str:
         """The verdicts on the other arms of a comparison that was run until decided."""
         labels = {"better": "better too", "worse": "worse", "equivalent": "equivalent", "inconclusive": "inconclusive"}
-        arms = {verdict: [s.arm for s in self.by_verdict.get(verdict, []) if s is not but] for verdict in labels}
+        arms = {verdict: [s.arm for s in self.by_verdict[verdict] if s is not but] for verdict in labels}
         return "".join(f"; {labels[verdict]}: {join_names(names)}" for verdict, names in arms.items() if names)
 
     def _say_rivals(self, best: Summary, rivals: Sequence[str]) -> str:
