@@ -187,10 +187,7 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     verdict = verdict_of(interval, evidence.region)
     why = evidence.why
     if verdict == "inconclusive" and not why:
-        why = _explain_inconclusive(evidence)
-        if interval is None:
-            seeds = f"{evidence.size} seeds"
-            why = f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
+        why = _explain_inconclusive(evidence, interval)
     if evidence.kind == "more":  # expressed as a relative increase
         estimate = estimate and _bounded_expm1(estimate)
         interval = interval and (_bounded_expm1(interval[0]), _bounded_expm1(interval[1]))
@@ -211,7 +208,10 @@ def _judge_claim(claim: Claim, evidence: Evidence, level: float) -> Judged:
     )
 
 
-def _explain_inconclusive(evidence: Evidence) -> str:
+def _explain_inconclusive(evidence: Evidence, interval: Interval | None) -> str:
+    if interval is None:
+        seeds = f"{evidence.size} seeds"
+        return f"all {seeds} differ by exactly this amount, but {seeds} are too few to rule out chance"
     if evidence.kind == "more":
         (border,) = filter(math.isfinite, evidence.region)
         return f"the interval includes {math.expm1(border):+.0%}"
@@ -252,7 +252,7 @@ def _find_evidence(claim: Claim, runs: Runs) -> Evidence:
             gaps.append(missing)
     if gaps:
         return Evidence(f"not trained: {'; '.join(gaps)}")
-    return Evidence(absent[0]) if absent else KINDS[claim.test](claim, runs)
+    return Evidence(absent[0]) if absent else FIND_EVIDENCE[type(claim)](claim, runs)
 
 
 def _paired_evidence(claim: Pair, runs: Runs) -> Evidence:
@@ -363,14 +363,12 @@ def _order_evidence(claim: Ordered, runs: Runs) -> Evidence:
     return mean_evidence(values, counted=exact, label=f"{' minus '.join(units)}, {claim.arm}")
 
 
-KINDS: Mapping[str, Callable[..., Evidence]] = {
-    "better": _paired_evidence,
-    "alike": _paired_evidence,
-    "no better": _paired_evidence,
-    **dict.fromkeys(SHARES, _seeds_evidence),
-    "gains": _law_evidence,
-    "loses": _law_evidence,
-    "larger": _order_evidence,
+FIND_EVIDENCE: Mapping[type, Callable[..., Evidence]] = {
+    Pair: _paired_evidence,
+    Reaches: _seeds_evidence,
+    Diverges: _seeds_evidence,
+    Gains: _law_evidence,
+    Ordered: _order_evidence,
 }
 
 
