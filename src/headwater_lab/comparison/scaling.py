@@ -125,11 +125,11 @@ class Scaling:
 
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
-        equals = [f"{equal.arm}, {equal.size}: {self._describe(equal, self.size_unit)}." for equal in self.equals]
+        equals = [f"{equal.arm}, {equal.size}: {self._describe(equal)}." for equal in self.equals]
         return equals + [f"{arm} has no law, because a run diverged." for arm in self.diverged]
 
-    def _describe(self, equal: Equal, unit: str) -> str:
-        estimate = equal.more
+    def _describe(self, equal: Equal) -> str:
+        estimate, unit = equal.more, self.size_unit
         if math.isnan(estimate.value):
             return f"the losses of {self.baseline} do not fall with its size"
         if is_too_wide(estimate.interval, shift=1):

@@ -128,13 +128,9 @@ def _find_ladders(
 
 def _check_machines(runs: Sequence[Mapping[int, RunRecord]]) -> float | None:
     """Return nan, for a time that is unknown, if runs were on several machines."""
-    machines = {_find_machine(run) for by_seed in runs for run in by_seed.values()}
+    environments = [run.environment for by_seed in runs for run in by_seed.values()]
+    machines = {(e.device_name, e.threads, e.world_size, e.compiled) for e in environments}
     return math.nan if len(machines) > 1 else None
-
-
-def _find_machine(run: RunRecord) -> tuple[object, ...]:
-    machine = run.environment
-    return machine.device_name, machine.threads, machine.world_size, machine.compiled
 
 
 def _explain_unfitted(ladder: Sequence[Points]) -> str:

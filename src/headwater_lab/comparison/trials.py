@@ -191,8 +191,9 @@ def list_tuning_trials(recipe: Recipe, out: Path) -> list[Trial]:
 
 def choose_rate(recipe: Recipe, section: Compare | None, rate: float) -> Recipe:
     """Copy a trial's recipe with one of `compare.tried_rates`: a rate, or a multiple of the ladder's for this size."""
-    of_ladder = section is not None and section.ladder is not None
-    return set_rate(recipe, rate * recipe.training.learning_rate if of_ladder else rate)
+    if section is not None and section.ladder is not None:
+        rate = rate * recipe.training.learning_rate
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
 
 
 def find_tried_rate(recipe: Recipe, section: Compare, record: RunRecord) -> float:
@@ -202,11 +203,6 @@ def find_tried_rate(recipe: Recipe, section: Compare, record: RunRecord) -> floa
         return rate
     rates = {tried: choose_rate(recipe, section, tried).training.learning_rate for tried in section.tried_rates}
     return next((tried for tried, value in rates.items() if value == rate), 1.0)
-
-
-def set_rate(recipe: Recipe, rate: float) -> Recipe:
-    """Copy a recipe with another learning rate."""
-    return recipe.model_copy(update={"training": recipe.training.model_copy(update={"learning_rate": rate})})
 
 
 def order_jobs(trials: list[Trial]) -> list[list[Job]]:

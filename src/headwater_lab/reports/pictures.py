@@ -33,15 +33,10 @@ class Picture:
     @property
     def png(self) -> str:
         """The figure as PNG, in base64."""
-        return encode_png(self.figure)
+        return base64.b64encode(self._repr_png_()).decode()
 
     def _repr_png_(self) -> bytes:
         return draw_png(self.figure)
-
-
-def encode_png(figure: Figure) -> str:
-    """Encode a figure as PNG, in base64."""
-    return base64.b64encode(draw_png(figure)).decode()
 
 
 @default_style()
