@@ -1,6 +1,6 @@
 """What the runs of a comparison cost in training, counted before any of them: as they branch, and each run alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,13 +48,23 @@ def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | Non
     if any(arm.stages for arm in recipe.trials().values()):
         return []
     recipe = recipe.model_copy(update={"compare": section.model_copy(update={"match": None})})
-    count = _FlopsCounter(recipe, vocab_size)
-    by_size: dict[str, list[RunCost]] = {}
-    for trial, cost in _price_trials(list_trials(recipe, Path()), count):
-        by_size.setdefault(trial.experiment.size or recipe.name, []).append(cost)
+    rates: dict[str, float] = {}
+
+    def count_flops(arm: Recipe) -> float:
+        """Count the FLOPs per token or image of an arm's model, each model once."""
+        training = recipe.training.model_copy(update={"distillation": arm.training.distillation})
+        model = arm.model_copy(update={"training": training, "seed": 0}).identity
+        if model not in rates:
+            config = find_config(repr(recipe.name), arm, vocab_size)
+            rates[model] = training_flops(config, arm.row_length, find_teacher(arm))
+        return rates[model]
+
+    groups: dict[str, list[RunCost]] = {}
     if tries := list_tuning_trials(recipe, Path()):
-        by_size = {TUNING: [cost for _, cost in _price_trials(tries, count)]} | by_size
-    costs = [_sum_costs(name, group) for name, group in by_size.items()]
+        groups[TUNING] = [cost for _, cost in _price_trials(tries, count_flops)]
+    for trial, cost in _price_trials(list_trials(recipe, Path()), count_flops):
+        groups.setdefault(trial.experiment.size or recipe.name, []).append(cost)
+    costs = [_sum_costs(name, group) for name, group in groups.items()]
     costs += [_sum_costs(ALL, costs)] if len(costs) > 1 else []
     if price is None or price.hardware is None:
         return costs
@@ -62,24 +72,8 @@ def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | Non
     return [replace(cost, hours=cost.flops / speed / 3600) for cost in costs]
 
 
-class _FlopsCounter:
-    """FLOPs per token or image of a recipe's arms, each model counted once."""
-
-    def __init__(self, recipe: Recipe, vocab_size: int | None) -> None:
-        self.recipe, self.vocab_size = recipe, vocab_size
-        self.rates: dict[str, float] = {}
-
-    def __call__(self, arm: Recipe) -> float:
-        training = self.recipe.training.model_copy(update={"distillation": arm.training.distillation})
-        model = arm.model_copy(update={"training": training, "seed": 0}).identity
-        if model not in self.rates:
-            config = find_config(repr(self.recipe.name), arm, self.vocab_size)
-            self.rates[model] = training_flops(config, arm.row_length, find_teacher(arm))
-        return self.rates[model]
-
-
-def _price_trials(trials: Sequence[Trial], count: _FlopsCounter) -> Iterator[tuple[Trial, RunCost]]:
-    """Price each trial, which may branch off another one of them."""
+def _price_trials(trials: Sequence[Trial], count: Callable[[Recipe], float]) -> Iterator[tuple[Trial, RunCost]]:
+    """Price each trial, which may branch off another one of them. count: the FLOPs per token or image of its model."""
     trunks, recipes = find_trunks(trials), {trial.folder: trial.recipe for trial in trials}
     for trial in trials:
         recipe, trunk = trial.recipe, trunks.get(trial.folder)

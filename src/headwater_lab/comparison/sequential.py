@@ -176,15 +176,13 @@ def is_decisive(interval: tuple[float, float] | None, margin: float) -> bool:
 class Standing:
     """The state of an arm: a function of its results in the plan's order up to its decision.
 
-    seeds: those that count, with and without a difference. decided: it needs no further seed. diverged: because its
-        last run diverged.
+    seeds: those that count, with and without a difference. decided: it needs no further seed.
     """
 
     seeds: list[int]
     differences: list[float]
     looks: list[SeedLook]
     decided: bool
-    diverged: bool = False
 
 
 def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping[int, float | None]) -> Standing:
@@ -198,13 +196,14 @@ def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping
     paired: list[tuple[int, float]] = []  # (seeds up to this one, difference)
     diverged = False
     for seed in plan.seeds:
-        if seed not in arm or seed not in base or diverged:
+        if seed not in arm or seed not in base:
             break
         seeds.append(seed)
         result, base_result = arm[seed], base[seed]
         if result is None:
             diverged = True
-        elif base_result is not None:
+            break
+        if base_result is not None:
             paired.append((len(seeds), result - base_result))
     differences = [difference for _, difference in paired]
     same = [len({base[seed] for seed in seeds[:count]} - {None}) > 1 for count, _ in paired]  # by what a look has seen
@@ -212,7 +211,7 @@ def find_standing(plan: SeedPlan, arm: Mapping[int, float | None], base: Mapping
     for count, look in enumerate(arm_looks, 1):
         if is_decisive(look.interval, plan.margin):
             return Standing(seeds[: paired[look.pairs - 1][0]], differences[: look.pairs], arm_looks[:count], True)
-    return Standing(seeds, differences, arm_looks, diverged, diverged)
+    return Standing(seeds, differences, arm_looks, decided=diverged)
 
 
 def skewed_error(plan: SeedPlan) -> float | None:

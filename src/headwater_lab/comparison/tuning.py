@@ -45,14 +45,16 @@ def choose_rates(trials: Sequence[Trial], outcomes: Sequence[Outcome]) -> dict[s
                 f"Tuning the learning rates needs every trial, but {outcome.label} failed: {outcome.error}"
             )
         records.setdefault(trial.experiment.arm, {}).setdefault(trial.rate or 0.0, []).append(outcome.record)
-    best = {arm: find_best_rate(by_rate, trials[0].experiment.threshold) for arm, by_rate in records.items()}
-    for arm, rate in best.items():
+    best = {}
+    for arm, by_rate in records.items():
+        rate = find_best_rate(by_rate, trials[0].experiment.threshold)
         if rate is None:
             raise HeadwaterError(
                 f"The arm {arm!r} diverged at every learning rate tried; add smaller ones to compare.learning_rates "
                 "(compare.ladder.multipliers)."
             )
-    return {arm: rate for arm, rate in best.items() if rate is not None}
+        best[arm] = rate
+    return best
 
 
 def find_best_rate(by_rate: Mapping[float, Sequence[RunRecord]], threshold: float | str | None) -> float | None:

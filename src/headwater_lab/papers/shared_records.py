@@ -16,7 +16,7 @@ from headwater_lab.data.language import LanguageSettings
 from headwater_lab.papers.kept import KeptRun, dump_record, is_cut_off, read_runner, write_run
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.reports.comparison import Comparison, read_comparisons
-from headwater_lab.training.records import ENDED, RunRecord, SeedPlan, find_record, list_records, read_record
+from headwater_lab.training.records import ENDED, RunRecord, find_record, list_records, read_record
 from headwater_lab.util.terminal import counted
 
 # Seeds of each arm, without which a comparison is no entry.
@@ -206,11 +206,8 @@ def find_missing(comparison: Comparison) -> list[str]:
             missing.append(f"{arm} has {counted(len(of_arm))}; an entry has at least {MIN_SEEDS}.")
         elif comparison.plan is not None and of_arm != {*comparison.plan.seeds[: len(of_arm)]}:
             missing.append(f"the seeds of {arm} are not the first ones of its plan.")
-        elif lacking := sorted(_find_differing(of_arm, seeds[comparison.baseline], comparison.plan)):
-            missing.append(f"{arm} and {comparison.baseline} differ in the seeds {', '.join(map(str, lacking))}.")
+        else:
+            of_baseline = seeds[comparison.baseline]  # by a plan, a decided arm has fewer
+            if lacking := sorted(of_arm ^ of_baseline if comparison.plan is None else of_arm - of_baseline):
+                missing.append(f"{arm} and {comparison.baseline} differ in the seeds {', '.join(map(str, lacking))}.")
     return missing
-
-
-def _find_differing(seeds: set[int], baseline: set[int], plan: SeedPlan | None) -> set[int]:
-    """Find the seeds that an arm or its baseline lacks. By a plan, a decided arm has fewer."""
-    return seeds ^ baseline if plan is None else seeds - baseline
