@@ -32,7 +32,7 @@ STEPS, GENERATIONS = 24, 9
 # Maximum tokens of a timed generation, a quarter of the context, so that the cache is nearly full.
 TOKENS = 32
 
-Told = Callable[[str], None]
+Tell = Callable[[str], None]
 
 
 class TimeRatio(BaseModel):
@@ -118,7 +118,7 @@ def measure_prices(
     arms: Mapping[str, Recipe],
     baseline: str,
     folder: Path,
-    tell: Told = lambda line: None,
+    tell: Tell = lambda line: None,
     measured: dict[tuple[str, str], ArmPrice] | None = None,
 ) -> Prices:
     """Time the arms, one after the other, and write prices.json in `folder`, unless it has them.

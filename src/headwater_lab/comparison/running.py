@@ -14,7 +14,7 @@ from headwater_lab.comparison.earlier import (
     find_earlier_runs,
 )
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import ArmPrice, Told, check_priced, choose_device, measure_prices
+from headwater_lab.comparison.prices import ArmPrice, Tell, check_priced, choose_device, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import (
     ArmKey,
@@ -42,7 +42,7 @@ def run_comparison(
     workers: int | None = None,
     on_change: OnChange | None = None,
     only: Collection[ArmKey] | None = None,
-    tell: Told = lambda line: None,
+    tell: Tell = lambda line: None,
     shared: bool = False,
 ) -> list[Outcome]:
     """Train a recipe's comparison: tuning runs, then trials. Measure costs if `compare.costs` is set.
@@ -96,7 +96,7 @@ def _list_priced(section: Compare, trials: Sequence[Trial]) -> list[tuple[str | 
 
 
 def _tune_rates(
-    section: Compare, tries: list[Trial], workers: int | None, on_change: OnChange | None, tell: Told
+    section: Compare, tries: list[Trial], workers: int | None, on_change: OnChange | None, tell: Tell
 ) -> dict[str, float]:
     """Find each arm's learning rate by its tuning runs, of which a single rate needs none."""
     if not tries:

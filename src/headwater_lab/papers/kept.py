@@ -5,7 +5,7 @@ A line is a run as JSON: `run`, its folder below the output folder, `by`, who ra
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import explain_absence, replace_text
+from headwater_lab.comparison.prices import Tell
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import Trial, choose_rate, find_tried_rate, make_trial, make_tuning_trial
 from headwater_lab.papers.arms import RESTORED, finished_runs
@@ -35,8 +36,6 @@ from headwater_lab.training.records import (
 )
 from headwater_lab.training.run_folder import MARK
 from headwater_lab.util.terminal import counted
-
-Tell = Callable[[str], None]
 
 
 class KeptRun(BaseModel):

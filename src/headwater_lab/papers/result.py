@@ -175,16 +175,12 @@ def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
     if isinstance(equal_and_axis, str) or not math.isfinite(equal_and_axis[0].more.value):
         return Ours()
     equal, _ = equal_and_axis
-    value = column.times * _saved_share(equal.more.value)
-    text = write_number(value, column.digits)
-    if (ends := equal.more.interval) is not None:
-        low, high = (write_number(column.times * _saved_share(end), column.digits) for end in ends)
-        text = INCONCLUSIVE if is_too_wide(ends, shift=1) else f"{text} [{low}, {high}]"
-    return Ours(text if equal.inside else f"{text}; beyond the sizes", value, None, equal.more.freedom + 1)
-
-
-def _saved_share(surplus: float) -> float:
-    return 1 - 1 / (1 + surplus) if surplus > -1 else -math.inf
+    saved = equal.more.map_values(lambda more: column.times * (1 - 1 / (1 + more) if more > -1 else -math.inf))
+    text = write_number(saved.value, column.digits)
+    if saved.interval is not None:
+        low, high = (write_number(end, column.digits) for end in saved.interval)
+        text = INCONCLUSIVE if is_too_wide(equal.more.interval, shift=1) else f"{text} [{low}, {high}]"
+    return Ours(text if equal.inside else f"{text}; beyond the sizes", saved.value, None, equal.more.freedom + 1)
 
 
 def write_number(value: float, digits: int) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -207,11 +208,8 @@ def _find_key(record: RunRecord) -> tuple[str, int]:
 
 
 def group_by_experiment(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:
-    """Group comparisons by name: the sizes of each."""
-    by_name: dict[str, list[Comparison]] = {}
-    for comparison in comparisons:
-        by_name.setdefault(comparison.name, []).append(comparison)
-    return list(by_name.values())
+    """Group comparisons, as `read_comparisons` sorts them, by name: the sizes of each."""
+    return [list(sizes) for _, sizes in groupby(comparisons, key=lambda comparison: comparison.name)]
 
 
 def differ_in_cost(records: Sequence[RunRecord]) -> bool:
