@@ -214,26 +214,30 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
         raise HeadwaterError("No law can be fitted: no seed has finished with all arms and sizes.")
     base = arms.index(baseline)
     _check_sizes(n.mean(2)[base], axis)
-    fits = _fit_samples(base, n, np.broadcast_to(n[base], n.shape) if axis == "tokens" else n, losses)
-    sizes_and_losses = zip(fits[0].n.tolist(), fits[0].losses.tolist(), strict=True)
+    seeds = losses.shape[2]
+    n, losses = average_samples(n, 2), average_samples(losses, 2)
+    over = np.broadcast_to(n[:, [base]], n.shape) if axis == "tokens" else n
+    sizes_and_losses = zip(n[0].tolist(), losses[0].tolist(), strict=True)
     points = {arm: list(zip(*row, strict=True)) for arm, row in zip(arms, sizes_and_losses, strict=True)}
     unpinned = explain_unpinned(runs, metric)
     projections = projections if axis == "flops" else ()
     is_pinned = axis == "flops" and not unpinned
-    predictions = _predict_losses(arms, fits, projections, None)
+    predictions = _predict_losses(arms, n, losses, projections, None)
+    if is_pinned:
+        predictions += _predict_losses(arms, n, losses, projections, PINNED_E)
     return Scaling(
         axis,
         metric,
         baseline,
         points,
-        laws=_describe_laws(arms, fits[0], None),
-        equals=_estimate_equals(arms, sizes, base, fits),
+        laws=_describe_laws(arms, n[0], losses[0], None),
+        equals=_estimate_equals(arms, sizes, base, n, over, losses),
         unit=runs[0].unit,
         sizes=sizes,
-        seeds=losses.shape[2],
-        pinned_laws=_describe_laws(arms, fits[0], PINNED_E) if is_pinned else [],
+        seeds=seeds,
+        pinned_laws=_describe_laws(arms, n[0], losses[0], PINNED_E) if is_pinned else [],
         unpinned=unpinned,
-        predictions=predictions + (_predict_losses(arms, fits, projections, PINNED_E) if is_pinned else []),
+        predictions=predictions,
         diverged=diverged,
     )
 
@@ -280,32 +284,17 @@ def _stack_losses(
     return arms, n, losses
 
 
-def _fit_samples(base: int, *values: np.ndarray) -> list[_FittedLaws]:
-    """Fit all laws to all seeds, then without each of them. values: n, over and losses, [arms, sizes, seeds]."""
-    seeds = values[0].shape[2]
-    samples = [values]
-    if seeds > 1:
-        samples += [tuple(np.delete(value, left_out, 2) for value in values) for left_out in range(seeds)]
-    return [_FittedLaws(base, *(value.mean(2) for value in sample)) for sample in samples]
+def average_samples(values: np.ndarray, axis: int) -> np.ndarray:
+    """Average over seeds, along an axis: over all of them, then without each: [samples, ...]."""
+    seeds = values.shape[axis]
+    without = [np.delete(values, left_out, axis) for left_out in range(seeds) if seeds > 1]
+    return np.array([sample.mean(axis) for sample in (values, *without)])
 
 
-class _FittedLaws:
-    """The laws of all arms, with the baseline at index `base`.
-
-    n, over, losses: [arms, sizes], means over seeds. ratios: [arms, sizes], the N at which the baseline has that loss,
-    divided by `over`, see `Equal`.
-    """
-
-    def __init__(self, base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray) -> None:
-        self.n, self.over, self.losses = n, over, losses
-        self.laws = [fit_law(*row) for row in zip(n, losses, strict=True)]
-        self.ratios = np.array([[invert_law(self.laws[base], loss) for loss in row] for row in losses]) / over
-
-
-def _describe_laws(arms: Sequence[str], fits: _FittedLaws, pinned_e: float | None) -> list[Law]:
-    """Fit and describe the law of each arm. pinned_e: E, if it is not fitted."""
+def _describe_laws(arms: Sequence[str], n: np.ndarray, losses: np.ndarray, pinned_e: float | None) -> list[Law]:
+    """Fit and describe the law of each arm. n, losses: [arms, sizes]. pinned_e: E, if it is not fitted."""
     laws = []
-    for arm, arm_n, arm_losses in zip(arms, fits.n, fits.losses, strict=True):
+    for arm, arm_n, arm_losses in zip(arms, n, losses, strict=True):
         law = fit_law(arm_n, arm_losses, pinned_e)
         residuals = evaluate_law(law, arm_n) - arm_losses
         error = float(np.sqrt(np.mean(residuals**2))) if len(arm_n) > _count_constants(pinned_e) else None
@@ -332,39 +321,47 @@ def explain_unpinned(runs: Sequence[RunRecord], metric: str) -> str:
 
 
 def _predict_losses(
-    arms: Sequence[str], fits: Sequence[_FittedLaws], projections: Sequence[float], pinned_e: float | None
+    arms: Sequence[str], n: np.ndarray, losses: np.ndarray, projections: Sequence[float], pinned_e: float | None
 ) -> list[Prediction]:
-    """Predict each arm's loss at its largest size from the others, if they are enough, and at each projection."""
+    """Predict each arm's loss at its largest size from the others, if they are enough, and at each projection.
+
+    n, losses: [samples, arms, sizes].
+    """
     pinned = pinned_e is not None
     predictions = []
     for row, arm in enumerate(arms):
-        n, measured = fits[0].n[row], fits[0].losses[row]
-        if len(n) > _count_constants(pinned_e):
-            *smaller, largest = np.argsort(n)
-            laws = [fit_law(fit.n[row, smaller], fit.losses[row, smaller], pinned_e) for fit in fits]
-            values = [evaluate_law(law, fit.n[row, largest]) for law, fit in zip(laws, fits, strict=True)]
+        arm_n, arm_losses = n[:, row], losses[:, row]
+        if arm_n.shape[1] > _count_constants(pinned_e):
+            *smaller, largest = np.argsort(arm_n[0])
+            laws = [fit_law(*pair, pinned_e) for pair in zip(arm_n[:, smaller], arm_losses[:, smaller], strict=True)]
+            values = [evaluate_law(law, size) for law, size in zip(laws, arm_n[:, largest], strict=True)]
             # The interval of the ratio to the measured loss, which has its own spread, placed around the prediction.
-            scale = float(measured[largest])
-            ratio = estimate_ratio(np.array(values) / [fit.losses[row, largest] for fit in fits])
-            loss = ratio.map_values(scale.__mul__)
-            predictions.append(Prediction(arm, float(n[largest]), pinned, loss, scale))
+            measured = float(arm_losses[0, largest])
+            loss = estimate_ratio(np.array(values) / arm_losses[:, largest]).map_values(measured.__mul__)
+            predictions.append(Prediction(arm, float(arm_n[0, largest]), pinned, loss, measured))
         for flops in projections:
-            laws = [fit_law(fit.n[row], fit.losses[row], pinned_e) for fit in fits]
+            laws = [fit_law(*pair, pinned_e) for pair in zip(arm_n, arm_losses, strict=True)]
             loss = estimate_ratio(np.array([evaluate_law(law, flops) for law in laws]))
             predictions.append(Prediction(arm, flops, pinned, loss))
     return predictions
 
 
-def _estimate_equals(arms: Sequence[str], sizes: Sequence[str], base: int, fits: Sequence[_FittedLaws]) -> list[Equal]:
-    """Estimate the baseline that equals each other arm at each size."""
+def _estimate_equals(
+    arms: Sequence[str], sizes: Sequence[str], base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray
+) -> list[Equal]:
+    """Estimate the baseline that equals each other arm at each size.
+
+    n, over, losses: [samples, arms, sizes]. over: the N that the baseline's is compared with, see `Equal`.
+    """
+    laws = [fit_law(*pair) for pair in zip(n[:, base], losses[:, base], strict=True)]
     equals = []
     for row, column in product(range(len(arms)), range(len(sizes))):
         if row == base:
             continue
-        ratio = estimate_ratio(np.array([fit.ratios[row, column] for fit in fits]))
-        more = ratio.map_values(lambda value: value - 1)
-        needed, trained = ratio.value * fits[0].over[row, column], fits[0].n[base]
-        equals.append(Equal(arms[row], sizes[column], more, bool(trained.min() <= needed <= trained.max())))
+        needed = [invert_law(law, loss) for law, loss in zip(laws, losses[:, row, column], strict=True)]
+        ratio = estimate_ratio(np.array(needed) / over[:, row, column])
+        is_inside = bool(n[0, base].min() <= ratio.value * over[0, row, column] <= n[0, base].max())
+        equals.append(Equal(arms[row], sizes[column], ratio.map_values(lambda value: value - 1), is_inside))
     return equals
 
 

@@ -24,6 +24,7 @@ from headwater_lab.comparison.scaling import (
     LEAST_SIZES,
     PINNED_E,
     Estimate,
+    average_samples,
     choose_metric,
     estimate_ratio,
     explain_unpinned,
@@ -145,15 +146,15 @@ def _fill_in(speedup: Speedup, arm: Points, base: Points, ladder: Sequence[Point
     if speedup.missing or not seeds:
         return replace(speedup, missing=speedup.missing or "no seed in common")
     runs = np.array([[points[seed] for seed in seeds] for points in (arm, base, *ladder)])
-    samples = [runs, *(np.delete(runs, left_out, 1) for left_out in range(len(seeds)) if len(seeds) > 1)]
-    rows = np.array([_compare(*sample.mean(1), time=time) for sample in samples])
+    samples = average_samples(runs, 1)
+    rows = np.array([_compare(*sample, time=time) for sample in samples])
     if math.isnan(rows[0][0]):
         return replace(speedup, missing="the baseline's losses do not fall")
     if math.isinf(rows[0][0]):
         return replace(speedup, missing="no baseline reaches its loss")
     columns = dict(zip(MEASURES, rows.T, strict=True))
     values = {name: estimate_ratio(column) for name, column in columns.items() if not np.isnan(column[0])}
-    needed, trained = rows[0][1] * samples[0][0].mean(0)[2], samples[0][2:].mean(1)[:, 2]
+    needed, trained = rows[0][1] * samples[0, 0, 2], samples[0, 2:, 2]
     inside = not trained.size or bool(trained.min() <= needed <= trained.max())
     return replace(speedup, seeds=len(seeds), values=values, inside=inside)
 
