@@ -263,22 +263,19 @@ def summarize_arms(
     records = choose_decisive(records, baseline)
     finished = finished_runs(records)
     plan, base = plan_of(records), finished.get(baseline, {})
+    compared = [arm for arm in finished if arm not in (baseline, *budgets)]
     if plan is not None:
         stands = find_standings(records, baseline, plan)
         tested = {arm: _summarize_standing(standing, plan) for arm, standing in stands.items()}
     else:
-        compared = {arm: runs for arm, runs in finished.items() if arm not in (baseline, *budgets)}
-        differences = {arm: _find_differences(runs, base) for arm, runs in compared.items()}
-        tested = dict(zip(differences, holm_tests(list(differences.values())), strict=True))
+        differences = [_find_differences(finished[arm], base) for arm in compared]
+        tested = dict(zip(compared, holm_tests(differences), strict=True))
     ends = {seed: run.result for seed, run in base.items()}
-
-    def there(run: RunRecord) -> Reached | None:
-        return _find_reached(run, ends.get(run.seed) if threshold == "baseline" else threshold)
-
-    reached = {arm: {seed: there(run) for seed, run in runs.items()} for arm, runs in finished.items()}
-    untested = {baseline, *budgets}
-    base_reached = reached.get(baseline, {})
-    ratios = {arm: _log_ratios(reached[arm], base_reached) for arm in reached if arm not in untested}
+    reached: dict[str, dict[int, Reached | None]] = {}
+    for arm, runs in finished.items():
+        thresholds = {seed: ends.get(seed) if threshold == "baseline" else threshold for seed in runs}
+        reached[arm] = {seed: _find_reached(run, thresholds[seed]) for seed, run in runs.items()}
+    ratios = {arm: _log_ratios(reached[arm], reached.get(baseline, {})) for arm in compared}
     cheaper = judge_beside(ratios, plan)
     return [
         _summarize_arm(
