@@ -39,14 +39,24 @@ class Picture:
         return draw_png(self.figure)
 
 
+def _make_panels(height: float, rows: int = 1, columns: int = 1, grid: str = "both") -> tuple[ShownFigure, list[Any]]:
+    """Make a figure of panels with a faint grid, without a frame above and at the right."""
+    figure = ShownFigure(figsize=(WIDTH, height), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels:
+        axes.grid(axis=grid, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
+
+
 @default_style()
 def curves_picture(comparison: Comparison) -> Picture:
     """Draw runs as thin lines and arms' means as thick ones: against tokens, and FLOPs if their cost differs."""
     axis = ["tokens", "flops"] if differ_in_cost(comparison.records) else ["tokens"]
-    figure = ShownFigure(figsize=(WIDTH, 3.9 * len(axis)), layout="constrained")
+    figure, panels = _make_panels(3.9 * len(axis), rows=len(axis))
     curves = make_arm_curves(comparison)
     look = choose_styles(comparison.arms, comparison.baseline)
-    for axes, name in zip(figure.subplots(len(axis), 1, squeeze=False)[:, 0], axis, strict=True):
+    for axes, name in zip(panels, axis, strict=True):
         lines = []
         for arm, (runs, mean) in curves.by_arm.items():
             style = look[arm]
@@ -59,8 +69,6 @@ def curves_picture(comparison: Comparison) -> Picture:
         axes.set_ylim(choose_y_limits(curves, comparison.lower_is_better) or (None, None))
         if name == "tokens":
             axes.xaxis.set_major_formatter(_write_count)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(lines, map(literal, curves.by_arm), frameon=False, ncols=1 + len(look) // 8)
     return Picture(
         figure,
@@ -103,12 +111,10 @@ def run_picture(record: RunRecord) -> Picture:
     """Draw the training loss of a run, and next to it the deciding metric, against steps."""
     curves = {f"training loss (nats per {record.unit.removesuffix('s')})": make_run_curve(record, "training")}
     curves[f"held-out {name_unit(record.metric, record.unit)}"] = make_run_curve(record, "held_out")
-    figure = ShownFigure(figsize=(WIDTH, 3.2), layout="constrained")
-    for axes, (label, curve) in zip(figure.subplots(1, 2), curves.items(), strict=True):
+    figure, panels = _make_panels(3.2, columns=2)
+    for axes, (label, curve) in zip(panels, curves.items(), strict=True):
         axes.plot(curve.steps, curve.values, marker="o" if len(curve.steps) < 20 else "", ms=4)
         axes.set(xlabel="step", ylabel=label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     description = "; ".join(f"{label}: {_describe_course('', curve).strip()}" for label, curve in curves.items())
     return Picture(figure, f"Curves of {record.name}: {description}.", "")
 
@@ -120,8 +126,7 @@ def differences_picture(comparison: Comparison) -> Picture | None:
     if not tests:
         return None
     look = choose_styles(comparison.arms, comparison.baseline)
-    figure = ShownFigure(figsize=(WIDTH, 0.8 + 0.55 * len(tests)), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = _make_panels(0.8 + 0.55 * len(tests), grid="x")
     descriptions = []
     for row, (arm, paired, interval, verdict) in enumerate(tests):
         style, (low, high) = look[arm], interval or (paired.mean, paired.mean)
@@ -139,8 +144,7 @@ def differences_picture(comparison: Comparison) -> Picture | None:
     axes.axvline(0, color=GREY, lw=1, zorder=0)
     axes.set(ylim=(len(tests) - 0.5, -0.65), yticks=[])
     axes.set_xlabel(literal(f"{comparison.unit}, minus {comparison.baseline}"))
-    axes.grid(axis="x", alpha=0.25)
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     better = "left" if comparison.lower_is_better else "right"
     return Picture(
         figure,
@@ -154,8 +158,7 @@ def differences_picture(comparison: Comparison) -> Picture | None:
 def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Picture:
     """Draw loss against size, and the fitted laws."""
     look = choose_styles(arms, scaling.baseline)
-    figure = ShownFigure(figsize=(WIDTH, 3.9), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = _make_panels(3.9)
     for law in scaling.laws:
         style, (sizes, losses) = look[law.arm], zip(*scaling.points[law.arm], strict=True)
         grid = np.geomspace(0.8 * min(sizes), 1.25 * max(sizes), 60)
@@ -168,8 +171,6 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
     axes.xaxis.set_major_formatter("{x:.2g}" if scaling.axis == "flops" else _write_count)
     axes.yaxis.set_major_locator(MaxNLocator(6))
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     return Picture(
         figure,
@@ -183,9 +184,9 @@ def speedup_picture(speedups: Sequence[Speedup], sizes: Sequence[str], compariso
     """Draw effective speedups against size, with a panel for each kind of constants that has any."""
     look = choose_styles(comparison.arms, comparison.baseline)
     drawn = [speedup for speedup in speedups if speedup.values]
-    panels = list(dict.fromkeys(speedup.constants for speedup in drawn))
-    figure = ShownFigure(figsize=(WIDTH, 3.4 * len(panels)), layout="constrained")
-    for axes, constants in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels, strict=True):
+    kinds = list(dict.fromkeys(speedup.constants for speedup in drawn))
+    figure, panels = _make_panels(3.4 * len(kinds), rows=len(kinds), grid="y")
+    for axes, constants in zip(panels, kinds, strict=True):
         chosen = [speedup for speedup in drawn if speedup.constants == constants]
         arms = list(dict.fromkeys(speedup.arm for speedup in chosen))
         for arm, shift in zip(arms, 0.6 * ((np.arange(len(arms)) + 0.5) / len(arms) - 0.5), strict=True):
@@ -217,8 +218,6 @@ def _set_speedup_axes(axes: Any, values: Sequence[float], sizes: Sequence[str]) 
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 5, 7, 8.5)))
     axes.yaxis.set_major_formatter("×{x:g}")
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=3, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1))  # above all bars
 
 
