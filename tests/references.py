@@ -61,10 +61,11 @@ class ImageReference(Reference):
     def find_visible(self) -> Tensor:
         return torch.ones(len(self.positions), len(self.positions), dtype=torch.bool)
 
-    def list_borders(self) -> set[int]:
-        """The tokens before the patches, the first patch, and if asked each row's first."""
+    def list_previous(self) -> list[int | None]:
+        """None for the tokens before the patches, the first patch, and if asked each row's first."""
         by_row = self.config.stop_at_rows
-        return {t for t, at in enumerate(self.positions) if at is None or at == (0, 0) or (by_row and at[1] == 0)}
+        starts = [at is None or at == (0, 0) or (by_row and at[1] == 0) for at in self.positions]
+        return [None if start else t - 1 for t, start in enumerate(starts)]
 
     def compute_angles(self) -> Tensor:
         """Half of the pairs of channels turn by the patch's row, the others by its column; tokens do not turn."""
@@ -93,5 +94,6 @@ def shift_naively(x: Tensor, weight: Tensor, starts: AbstractSet[tuple[int, int]
     y = torch.zeros_like(x)
     for b, heads in enumerate(x):
         for h, head in enumerate(heads):
-            y[b, h] = shift(head, weight[:, h], {slot for row, slot in starts if row == b})
+            previous = [None if t == 0 or (b, t) in starts else t - 1 for t in range(len(head))]
+            y[b, h] = shift(head, weight[:, h], previous)
     return y

@@ -69,12 +69,12 @@ def test_a_kernels_mask_of_this_size():
 
 def test_no_padding_between_embeddings():
     gap, left = torch.tensor([[1, 0, 1, 1]]), torch.tensor([[0, 0, 1, 1]])
-    checks.check_gaps(None, None, looks_back=True)
-    checks.check_gaps(left, None, looks_back=True)
-    checks.check_gaps(gap, None, looks_back=False)
-    checks.check_gaps(gap, torch.zeros(1, T), looks_back=True)  # ids, whose padding is the caller's own
+    checks.check_gaps(None, None, has_window=True)
+    checks.check_gaps(left, None, has_window=True)
+    checks.check_gaps(gap, None, has_window=False)
+    checks.check_gaps(gap, torch.zeros(1, T), has_window=True)  # ids, whose padding is the caller's own
     with pytest.raises(HeadwaterError, match="takes no embeddings with padding between them"):
-        checks.check_gaps(gap, None, looks_back=True)
+        checks.check_gaps(gap, None, has_window=True)
 
 
 def test_starts_of_documents_that_a_cache_does_not_keep():

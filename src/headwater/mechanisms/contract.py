@@ -102,7 +102,8 @@ class Context(NamedTuple):
     reach: [B, T], how many tokens of the same document precede each token (0 at a document's first token, and at the
         first real token of a left-padded row; negative at padding), counted up to the longest tail of any mechanism.
         None: each row is one document, no mechanism keeps a tail, or all tokens have that many before them.
-        `Ancestors`: rows branch, so that the previous token need not be in the previous slot.
+        `Ancestors`: rows branch or have padding between tokens, so that the previous token need not be in the
+        previous slot.
     tail: the raw tokens of earlier calls; None without a cache.
     ids: [B, T], the new tokens' ids; None unless a mechanism of the model sets `needs_input_ids`.
     x: [B, T, D], the normed input of attention, from which queries, keys and values are projected (or the queries'

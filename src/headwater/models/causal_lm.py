@@ -117,7 +117,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
         elif self.input_spec.id_readers:
             raise HeadwaterError(
                 f"{' and '.join(self.input_spec.id_readers)} reads token ids, but this call passes embeddings; pass "
-                "input_ids."
+                "input_ids without inputs_embeds."
             )
         if use_cache is None:
             # No cache in training: nothing would read it, and building it would copy every key and value.

@@ -111,12 +111,15 @@ class Decoder:
         eos_token_id: a row that generates it ends, and is filled with pad_token_id.
         watch: called with the tokens of each step, [B] on the CPU, while the next step runs; ends the generation by
             returning True.
-        Raises `HeadwaterError` if there are more tokens than learned positions, and for fewer than one new token.
+        Raises `HeadwaterError` if there are more tokens than learned positions, for fewer than one new token, and for
+            padding after tokens.
         """
         if max_new_tokens < 1:
             raise HeadwaterError(f"max_new_tokens must be at least 1, not {max_new_tokens}.")
         rows, length = input_ids.shape
         real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids.device)
+        if bool((real[:, 1:] < real[:, :-1]).any()):
+            raise HeadwaterError("attention_mask has padding after tokens; pad rows on their left.")
         tokens, config = int(real.sum(1).max()) + max_new_tokens, self.model.config
         if config.position == "learned" and tokens > config.max_position_embeddings:
             raise HeadwaterError(

@@ -108,18 +108,18 @@ def check_mask_size(attention_mask: Any, length: int, slots: int) -> None:
         )
 
 
-def check_gaps(attention_mask: Any, input_ids: Tensor | None, looks_back: bool) -> None:
-    """Check that embeddings have no padding between them if a layer looks back (PEFT's prompts before padded rows).
+def check_gaps(attention_mask: Any, input_ids: Tensor | None, has_window: bool) -> None:
+    """Check that embeddings have no padding between them if a layer has a window (PEFT's prompts before padded rows).
 
-    Windows count such padding, and mechanisms do not look across it, so the row would differ from the row alone.
+    Windows count such padding, so the row would differ from the row alone.
     """
-    if input_ids is not None or attention_mask is None or is_kernel_mask(attention_mask) or not looks_back:
+    if input_ids is not None or attention_mask is None or is_kernel_mask(attention_mask) or not has_window:
         return
     real = attention_mask.bool()
     refuse_where(
         real[:, 1:] & ~real[:, :-1] & (real.cumsum(-1)[:, :-1] > 0),
-        "A model with a sliding window or with mechanisms that look back takes no embeddings with padding between "
-        "them, such as PEFT's virtual tokens before a padded row; give it rows of equal length, or one at a time.",
+        "A model with a sliding window takes no embeddings with padding between them, such as PEFT's virtual tokens "
+        "before a padded row; give it rows of equal length, or one at a time.",
     )
 
 

@@ -36,14 +36,24 @@ from headwater.nn.documents import (
     takes_documents,
 )
 from headwater.nn.engine import Engine
-from headwater.nn.lookback import LookbackLimits, count_reach, find_reach, find_tail
-from headwater.nn.masks import LayerKind, NewTokens, find_new_tokens, is_kernel_mask, keep_last_rows, make_mask
+from headwater.nn.lookback import LookbackLimits, count_reach, find_gaps, find_reach, find_tail
+from headwater.nn.masks import (
+    LayerKind,
+    NewTokens,
+    find_new_tokens,
+    find_seen,
+    is_kernel_mask,
+    keep_last_rows,
+    make_mask,
+)
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
 # Keys of the mapping that `prepare_generation` returns: the mask, by whether a layer has the sliding window; the reach.
 MASK = {False: "headwater_mask", True: "headwater_sliding_mask"}
 REACH = "headwater_reach"
+# In place of the reach where padding lies between tokens: which tokens see which, [B, 1, T, S].
+SEEN = "headwater_seen"
 # The argument of `forward` by which some engines with paged attention are recognized: their attention layers.
 # transformers' own is recognized by its cache, and others, such as vLLM from 0.32 on, by the attention function they
 # install.
@@ -152,7 +162,7 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     attention_mask = None if is_prepared(arguments.attention_mask) else next(iter(masks.values()))
     if isinstance(cache, HeadwaterQuantizedCache):
         cache.find_starts(attention_mask)
-    check_gaps(attention_mask, arguments.input_ids, spec.lookback.limit > 0 or True in spec.kinds)
+    check_gaps(attention_mask, arguments.input_ids, True in spec.kinds)
     served = is_served(arguments)
     cu_seq_lens = None if served else arguments.kwargs.get("cu_seq_lens_q")
     position_ids = find_document_positions(cu_seq_lens, tokens, attention_mask, arguments.position_ids)
@@ -219,7 +229,9 @@ def prepare_generation(
     spec.follow_kernel()
     masks = make_masks(spec, tokens, dict.fromkeys(spec.kinds, attention_mask), position_ids)
     prepared = {MASK[slides]: mask for slides, mask in masks.items()}
-    if spec.lookback.keeper is not None:
+    if (seen := find_seen_beyond_gaps(spec, tokens, attention_mask)) is not None:
+        prepared[SEEN] = seen
+    elif spec.lookback.keeper is not None:
         position_ids = find_positions(tokens, attention_mask, position_ids).ids
         # Shaped like a mask, so that `generate` concatenates it like one.
         prepared[REACH] = count_reach(position_ids, attention_mask, tokens.past)[:, None, :, None]
@@ -291,10 +303,16 @@ def prepare_reach(
     check_document_starts(starts, tokens.past, lookback.limit)
     tail: Any = find_tail(lookback.keeper, tokens.cache)
     reach: Tensor | Ancestors | None = None
+    column = tokens.past
     if is_kernel_mask(attention_mask):
-        column = find_first_column(spec, tokens, attention_mask)
+        seen, column = attention_mask, find_first_column(spec, tokens, attention_mask)
+    elif is_prepared(arguments.attention_mask):
+        seen = arguments.attention_mask.get(SEEN)
+    else:
+        seen = find_seen_beyond_gaps(spec, tokens, attention_mask)
+    if seen is not None:
         raw = None if tail is None else tail.positions()
-        reach = find_ancestors(positions.ids, attention_mask, raw, column, lookback.tail_lengths, starts)
+        reach = find_ancestors(positions.ids, seen, raw, column, lookback.tail_lengths, starts)
     elif starts is not None or not positions.are_slots:
         reach = find_prepared_reach(arguments.attention_mask)
         if reach is None:
@@ -302,6 +320,19 @@ def prepare_reach(
     if tail is not None:
         tail.put_positions(positions.ids, tokens.inputs_embeds.shape[0], lookback.limit)
     return reach
+
+
+def find_seen_beyond_gaps(spec: InputSpec, tokens: NewTokens, attention_mask: Tensor | None) -> Tensor | None:
+    """Find which token sees which, [B, 1, T, S], if padding lies between tokens that a mechanism looks back over.
+
+    None if it does not. From the first such padding on, the cache keeps all raw tokens, so that none is lost to it.
+    """
+    if spec.lookback.limit == 0 or attention_mask is None:
+        return None
+    are_between, are_new = find_gaps(attention_mask, tokens.past, tokens.length, spec.lookback.limit)
+    if are_new and hasattr(tokens.cache, "activate_past_recording"):
+        tokens.cache.activate_past_recording()
+    return find_seen(tokens, attention_mask) if are_between else None
 
 
 def find_prepared_reach(attention_mask: Any) -> Tensor | None:

@@ -84,7 +84,7 @@ def find_ancestors(
         "Under this attention mask it is unclear which token precedes another, which a mechanism needs to know: a "
         "token at position p must see exactly one token at position p - 1, either new or among the last ones that the "
         "cache keeps raw. Pass position_ids that count along each branch; to continue from a token that is not the "
-        "last, call activate_past_recording() on the cache first.",
+        "last, call activate_past_recording() on the cache first, which a static cache does not have.",
     )
     return Ancestors(torch.stack(predecessors) - in_tail)
 

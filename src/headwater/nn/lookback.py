@@ -10,10 +10,15 @@ from transformers import Cache
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import name_keepers
 from headwater.mechanisms.contract import Tail
-from headwater.nn.checks import must_wait
+from headwater.nn.checks import is_replayed, must_wait
 from headwater.nn.documents import select_columns
 from headwater.nn.engine import Engine
 from headwater.util.errors import HeadwaterError
+
+GAP = (
+    "Padding lies between the tokens of a row, and mechanisms that look back need the token before it; pass such rows "
+    "without compilation and, on a GPU, without gradients."
+)
 
 
 class LookbackLimits(NamedTuple):
@@ -94,6 +99,27 @@ def count_reach(position_ids: Tensor, attention_mask: Tensor | None, past: int |
     slot = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
     since_gap = slot - last_marked(~attention_mask.bool()) - 1
     return torch.minimum(position_ids, select_columns(since_gap, past, position_ids.shape[1]))
+
+
+def find_gaps(attention_mask: Tensor, past: int | Tensor, length: int, limit: int) -> tuple[bool, bool]:
+    """Whether padding lies between tokens that the `length` new ones look back over, and whether any is new.
+
+    attention_mask: [B, S] of zeros and ones over the whole history. Padding on the left of a row does not count. Code
+    that cannot branch on it asserts that there is none. On a GPU, a step that may be replayed does not look: what
+    prepares it has to.
+    """
+    if torch.compiler.is_exporting() or (is_replayed(past, length) and must_wait(attention_mask)):
+        return False, False
+    real = attention_mask.bool()
+    padding = ~real & (real.cumsum(-1) > 0)
+    slot = torch.arange(real.shape[1], device=real.device)
+    ends = padding[:, :-1] & real[:, 1:] & (slot[:-1] >= past - limit) & (slot[1:] < past + length)
+    new = padding & (slot >= past) & (slot < past + length)
+    if torch.compiler.is_compiling() or (must_wait(ends) and torch.is_grad_enabled()):
+        if not ends.is_meta:
+            torch._assert_async(~ends.any(), GAP)
+        return False, False
+    return (False, False) if ends.is_meta else (bool(ends.any()), bool(new.any()))
 
 
 def last_marked(marks: Tensor) -> Tensor:

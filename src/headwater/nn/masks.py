@@ -61,6 +61,14 @@ def is_kernel_mask(attention_mask: Any) -> bool:
     return attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.ndim == 2)
 
 
+def find_seen(tokens: NewTokens, attention_mask: Tensor) -> Tensor:
+    """Find which real tokens, of attention_mask [B, S], each real new token may see: booleans [B, 1, T, S]."""
+    real = attention_mask.bool()
+    slot = torch.arange(real.shape[1], device=real.device)
+    new = torch.arange(tokens.length, device=real.device) + tokens.past
+    return (real[:, new, None] & real[:, None] & (slot <= new[:, None]))[:, None]
+
+
 def make_mask(kind: LayerKind, tokens: NewTokens, attention_mask: Any, position_ids: Tensor | None) -> Any:
     """Make the mask of one kind of layer in the form that its kernel takes; None where causal attention needs none.
 

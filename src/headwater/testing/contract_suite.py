@@ -419,6 +419,18 @@ class Contract:
         uncached = run_uncached(model, ids, attention_mask=mask)
         assert_near(decode(model, ids, chunks, attention_mask=mask)[mask.bool()], uncached[mask.bool()])
 
+    def test_padding_between_turns_changes_nothing(self, model):
+        """Second turns that are padded on their left equal each row alone, with a cache and without one."""
+        if model.config.sliding_window is not None:
+            return  # windows count the padding
+        pads, ids = [0, 2, 5, 6], tokens(4, T)
+        mask = torch.ones(4, T, dtype=torch.long)
+        for row, pad in zip(mask, pads, strict=True):
+            row[6 : 6 + pad] = 0
+        alone = [run_uncached(model, row[real][None])[0] for row, real in zip(ids, mask.bool(), strict=True)]
+        for logits in (run_uncached(model, ids, attention_mask=mask), decode(model, ids, [6, 7, 1, 1, 2], mask)):
+            assert_near(logits[mask.bool()], torch.cat(alone))
+
     def test_static_cache_of_packed_documents_equals_uncached(self, model, ids):
         positions = document_positions(DOCUMENTS)
         cache = StaticCache(config=model.config, max_cache_len=T + 3)

@@ -6,7 +6,6 @@ number of the head. The reference of an external mechanism is a subclass of `Ref
 
 import math
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import Any
 
@@ -42,15 +41,20 @@ def mix(weights: Any, tensors: Sequence[Tensor]) -> Tensor:
     return sum((w * x for w, x in zip(weights, tensors, strict=True)), torch.zeros_like(tensors[0]))
 
 
-def look_back(x: Tensor, steps: int, starts: AbstractSet[int]) -> Tensor:
-    """Return x_{t-steps} of x [T, d], zero before the document. starts: the slots where documents start."""
-    reached = [t >= steps and not any(t - s in starts for s in range(steps)) for t in range(len(x))]
-    return torch.stack([x[t - steps] if reached[t] else torch.zeros_like(x[t]) for t in range(len(x))])
+def look_back(x: Tensor, steps: int, previous: Sequence[int | None]) -> Tensor:
+    """Return x_{t-steps} of x [T, d], zero before the document. previous: the slot before each; None: there is none."""
+    tokens = []
+    for t in range(len(x)):
+        slot: int | None = t
+        for _ in range(steps):
+            slot = None if slot is None else previous[slot]
+        tokens.append(torch.zeros_like(x[t]) if slot is None else x[slot])
+    return torch.stack(tokens)
 
 
-def shift(x: Tensor, taps: Any, starts: AbstractSet[int]) -> Tensor:
+def shift(x: Tensor, taps: Any, previous: Sequence[int | None]) -> Tensor:
     """y_t = Σ_s taps[s]·x_{t-s} of x [T, d]; a tap is a number, one for each channel, or one for each token [T, 1]."""
-    return mix(taps, [look_back(x, steps, starts) for steps in range(len(taps))])
+    return mix(taps, [look_back(x, steps, previous) for steps in range(len(taps))])
 
 
 def pattention(
@@ -353,9 +357,14 @@ class Reference:
 
     # Mechanisms
 
-    def list_borders(self) -> set[int]:
-        """List the slots before which no mechanism may look: the first, and where a document or real tokens start."""
-        return {0} | {t for t in range(1, len(self.real)) if not self.real[t - 1]} | set(self.starts)
+    def list_previous(self) -> list[int | None]:
+        """List the slot of the token before each slot: the last real one, None where a document starts."""
+        previous: list[int | None] = []
+        last = None
+        for t, is_real in enumerate(self.real):
+            previous.append(last := None if t in self.starts else last)
+            last = t if is_real else last
+        return previous
 
     def find_visible(self) -> Tensor:
         """Find whether slot t attends to slot j, [T, T]: to the real ones up to it, within the window."""
@@ -480,7 +489,7 @@ class Reference:
         strength, gate = (self.find_parameter("smear", 0, parameter)[0] for parameter in ("strength", "gate.weight"))
         eps = torch.finfo(x.dtype).eps
         x = rms_norm(x, 1.0, eps) if options["norm"] == "before" else x
-        x = shift(x, (1.0, strength * (x[:, : len(gate)] @ gate).sigmoid()[:, None]), self.list_borders())
+        x = shift(x, (1.0, strength * (x[:, : len(gate)] @ gate).sigmoid()[:, None]), self.list_previous())
         return rms_norm(x, 1.0, eps) if options["norm"] == "after" else x
 
     def acts_in(self, options: dict[str, Any], layer: int) -> bool:
@@ -579,7 +588,7 @@ class Reference:
             if map_ is not None:
                 dynamic = self.inputs[-1] @ map_[h * window : (h + 1) * window].T
                 by_token, scale = by_token + dynamic.T[:, :, None], 1 / math.sqrt(2 * window + 1)
-            convolved.append(scale * (residual * row + shift(row, by_token, self.list_borders())))
+            convolved.append(scale * (residual * row + shift(row, by_token, self.list_previous())))
         return convolved
 
     def convolve_stream(self, layer: int, site: str, x: Tensor) -> Tensor:
@@ -623,7 +632,7 @@ class Reference:
         if variant != "free":
             current = taps.sigmoid() if variant == "gate" else taps.clamp(0, 1)
             taps = torch.stack((current, 1 - current))
-        return {head: shift(row, taps[:, i], self.list_borders()) for i, (head, row) in enumerate(x.items())}
+        return {head: shift(row, taps[:, i], self.list_previous()) for i, (head, row) in enumerate(x.items())}
 
     def shift_halves(self, x: ByHead, total: int) -> ByHead:
         """Take the second half of all `total` heads, or of the channels of each, from the token before."""
@@ -632,7 +641,7 @@ class Reference:
         for head, row in x.items():
             width = row.shape[1]
             half = (0 if head >= total // 2 else width) if by_head else (width + 1) // 2
-            halved[head] = torch.cat((row[:, :half], look_back(row, 1, self.list_borders())[:, half:]), dim=1)
+            halved[head] = torch.cat((row[:, :half], look_back(row, 1, self.list_previous())[:, half:]), dim=1)
         return halved
 
     def value_residual(self, layer: int, heads: dict[str, ByHead]) -> QKV:
@@ -705,12 +714,13 @@ class Reference:
 
     def ngram_tokens(self, t: int) -> list[int]:
         """List the token at t and those before it, as an n-gram memory sees them: `end` beyond a border."""
-        options, begins = self.mechanisms["ngram_memory"], self.list_borders()
-        end = options["end_of_text"]
-        past = [int(self.ids[t])]
-        for back in range(1, max(options["orders"])):
-            borders = [t - step in begins or int(self.ids[t - step - 1]) == end for step in range(back)]
-            past.append(choose_value(end, options["vocab_size"]) if any(borders) else int(self.ids[t - back]))
+        options, previous = self.mechanisms["ngram_memory"], self.list_previous()
+        end, past = options["end_of_text"], [int(self.ids[t])]
+        slot: int | None = t
+        for _ in range(1, max(options["orders"])):
+            slot = None if slot is None else previous[slot]
+            slot = None if slot is None or int(self.ids[slot]) == end else slot
+            past.append(choose_value(end, options["vocab_size"]) if slot is None else int(self.ids[slot]))
         return past
 
     # Parts
