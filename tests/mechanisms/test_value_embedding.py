@@ -8,7 +8,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
-from headwater.mechanisms import ValueEmbedding, ValueTables
+from headwater.mechanisms import MUDD, NGramTable, ValueEmbedding, ValueTables
 from references import reference
 
 
@@ -27,6 +27,19 @@ def test_a_row_is_added_to_each_value(gate, rank):
     if gate == "scalar":
         rows = rows * embedding.scalar
     assert_near(embedding(v, x, ids), v + rows.transpose(1, 2), 1e-12)
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+def test_a_module_that_starts_at_zero_adds_nothing_outside_a_model(rank):
+    v, x, ids = random(2, 3, 5, 4), random(2, 5, 8), torch.randint(11, (2, 5))
+    assert torch.equal(ValueEmbedding(3, 4, 11, rank, channels=2, init="zero").double()(v, x, ids), v)
+    assert not NGramTable(11, numbers=4, zero=True)(ids).any()
+
+
+def test_a_mechanism_inside_another_keeps_its_start():
+    outer = MUDD(8, 2, final=MUDD(8, 3))
+    assert outer.last.up.weight.any()
+    assert not outer.last.down.weight.any()
 
 
 def test_tables_of_several_layers():

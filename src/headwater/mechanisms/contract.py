@@ -216,9 +216,13 @@ class Mechanism(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Set the module's own parameters to their initial values. Outside a model, child modules keep PyTorch's."""
-        for name, parameter in self.named_parameters(recurse=False):
-            if not parameter.is_meta and (value := self.initial_value(name, generator)) is not None:
+        """Set the parameters to their initial values. Outside a model, those without one keep PyTorch's."""
+        # A mechanism inside this one sets its own.
+        inner = tuple(f"{name}." for name, module in self.named_modules() if name and isinstance(module, Mechanism))
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta or name.startswith(inner):
+                continue
+            if (value := self.initial_value(name, generator)) is not None:
                 parameter.copy_(value)
 
     # Stages, in the order of the forward pass

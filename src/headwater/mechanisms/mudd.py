@@ -79,8 +79,6 @@ class MUDD(KeepsPrecision, Mechanism):
         self.bias = fp32_parameter(ways, terms)
         self.last = final  # the sum after the last block
         self.reset_parameters()
-        nn.init.normal_(self.up.weight, std=width**-0.5)
-        nn.init.zeros_(self.down.weight)
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         shape = self.get_parameter(parameter).shape

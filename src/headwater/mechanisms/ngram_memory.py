@@ -124,6 +124,7 @@ class NGramTable(KeepsPrecision, Mechanism):
         self.zero = zero
         self.table = nn.Embedding(sum(self.sizes), numbers)
         self.tail = f"{NGramMemory.registered_name()}.id"
+        self.reset_parameters()
 
     @staticmethod
     def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, table_index: int) -> list[int]:

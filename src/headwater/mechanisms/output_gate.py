@@ -58,8 +58,7 @@ class OutputGate(Mechanism):
         super().__init__()
         self.channels, self.scale, self.init_mode = channels, scale, init
         self.gate = nn.Linear(channels, outputs, bias=False)
-        if init == "zero":
-            nn.init.zeros_(self.gate.weight)
+        self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         return torch.zeros(self.gate.weight.shape) if self.init_mode == "zero" else None

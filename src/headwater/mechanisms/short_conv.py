@@ -110,8 +110,6 @@ class ShortConv(KeepsPrecision, Mechanism):
             self.register_parameter(f"{name}_taps", fp32_parameter(window, heads, channels))
             if name in dynamic:
                 setattr(self, f"{name}_map", nn.Linear(width, heads * window, bias=False))
-                if init == "identity":
-                    nn.init.zeros_(self.get_parameter(f"{name}_map.weight"))
         self.reset_parameters()
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:

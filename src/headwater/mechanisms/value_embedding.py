@@ -100,8 +100,6 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         self.gate = nn.Linear(channels, heads, bias=False) if gate == "sigmoid" else None
         self.scalar = fp32_parameter(1) if gate == "scalar" else None
         self.reset_parameters()
-        if self.gate is not None:
-            nn.init.zeros_(self.gate.weight)
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor | None:
         shape = self.get_parameter(parameter).shape
