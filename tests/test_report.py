@@ -121,6 +121,11 @@ class TestWhatIsSaid:
         assert difference_rows(found)[0]["more seeds"] == f"{paired.more:,}"
         assert "Holm" not in describe_test(found), "one arm needs no correction"
 
+    def test_seeds_of_an_answer_are_those_that_both_arms_have(self, tmp_path):
+        records = three("base", BASE) + three("close", [2.9, 3.0, 2.87])[:2]
+        answer = state_answer(read_comparisons(saved(tmp_path, records))[0])
+        assert answer.startswith("The comparison with base is inconclusive after 2 seeds")
+
     def test_the_same_to_the_last_digit(self, tmp_path):
         found = read_comparisons(saved(tmp_path, three("base", BASE) + three("twin", BASE)))[0]
         assert state_answer(found) == "No arm differs from base in any digit."

@@ -416,9 +416,10 @@ class _Answer:
         return f"{names} and {self.base} are equivalent: they differ by less than {margin}{self._say_undecided()}."
 
     def _say_inconclusive(self, widest: Summary) -> str:
+        assert widest.paired is not None
         return (
-            f"The comparison with {self.base} is inconclusive after {counted(len(self.comparison.seeds))}: the largest "
-            f"difference is {widest.arm}'s, {write_difference(widest)} {self.comparison.unit}."
+            f"The comparison with {self.base} is inconclusive after {counted(len(widest.paired.differences))}: the "
+            f"largest difference is {widest.arm}'s, {write_difference(widest)} {self.comparison.unit}."
         )
 
     def _say_undecided(self) -> str:
