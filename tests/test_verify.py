@@ -47,6 +47,12 @@ def test_unknown_ways_are_refused():
         verify.verify(build(), ways=["one by one"])
 
 
+def test_a_name_in_place_of_a_list_runs_that_way_alone():
+    checks = {verdict.check for verdict in verify.verify(build(), ways="static, chunks")}
+    assert "static, chunks" in checks
+    assert "static" not in checks
+
+
 def failed(model) -> set[str]:
     return {one.check for one in verify.verify(model, ways=SOME) if one.ok is False}
 

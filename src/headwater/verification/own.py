@@ -84,7 +84,8 @@ def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None =
     positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")
-    for name in [ways] if isinstance(ways, str) else ways or ():
+    ways = [ways] if isinstance(ways, str) else ways
+    for name in ways or ():
         check_known("There is no way of decoding", name, [way.name for way in (*WAYS, *OWN_WAYS)])
     chosen = [way for way in ways_of(model) if ways is None or way.name in ways]
     exact_to = OWN_EXACT if isinstance(model, HeadwaterForCausalLM) else EXACT
