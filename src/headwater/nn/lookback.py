@@ -115,11 +115,13 @@ def find_gaps(attention_mask: Tensor, past: int | Tensor, length: int, limit: in
     slot = torch.arange(real.shape[1], device=real.device)
     ends = padding[:, :-1] & real[:, 1:] & (slot[:-1] >= past - limit) & (slot[1:] < past + length)
     new = padding & (slot >= past) & (slot < past + length)
-    if torch.compiler.is_compiling() or (must_wait(ends) and torch.is_grad_enabled()):
-        if not ends.is_meta:
-            torch._assert_async(~ends.any(), GAP)
+    if ends.is_meta:
         return False, False
-    return (False, False) if ends.is_meta else (bool(ends.any()), bool(new.any()))
+    is_traced = torch.compiler.is_compiling() or type(ends) is not Tensor
+    if is_traced or (must_wait(ends) and torch.is_grad_enabled()):
+        torch._assert_async(~ends.any(), GAP)
+        return False, False
+    return bool(ends.any()), bool(new.any())
 
 
 def last_marked(marks: Tensor) -> Tensor:
