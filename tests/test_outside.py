@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import headwater_lab as lab
 from conftest import assert_near, build, config, decode, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
-from headwater.config.plan import Stage
+from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
@@ -366,8 +366,12 @@ def test_wrong_names_say_what_is_wrong(here, name, said):
 class Acting(Mechanism):
     """Names no options, and no stage either."""
 
-    def transform_qkv(self, q, kv, context):
+    @staticmethod
+    def change(q, kv):
         return q, kv
+
+    def transform_qkv(self, q, kv, context):
+        return self.change(q, kv)
 
     def transform_qvk(self, q, kv, context):
         return q, kv
@@ -381,6 +385,15 @@ class Acting(Mechanism):
             lambda plans: [plan.acting(Acting, Acting.add_key_values) for plan in plans],
             "add_key_values, but its class does not define it",
         ),
+        (
+            lambda plans: [plan.acting(Acting, Acting.transform_qkv, [("kk", 1)]) for plan in plans],
+            "a cache keeps no tail 'kk'",
+        ),
+        (
+            lambda plans: [plan.reading(Source("raw", "v", plan.index + 3)) for plan in plans],
+            "Layer 0 cannot read 'v' of layer 3",
+        ),
+        (lambda plans: [plan.reading(Source("rww", "v", 0)) for plan in plans], "did you mean 'raw'"),
         (lambda plans: None, "must return a list"),
         (lambda plans: plans[:1], "must return a list"),
         (lambda plans: plans, "defines transform_qkv but acts in no layer"),
@@ -391,6 +404,47 @@ def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
     monkeypatch.setattr(Acting, "plan_stages", classmethod(lambda cls, options, config, plans: plan(plans)))
     with pytest.raises(HeadwaterError, match=said):
         _ = plan_layers(config({"acting": {}}))
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda q, kv: (q, kv._replace(k=kv.k[:, :1])), r"transform_qkv\(\) returned shapes .*, not"),
+        (lambda q, kv: kv, r"transform_qkv\(\) returned shapes"),
+        (lambda q, kv: None, r"transform_qkv\(\) returned shapes \[\], not"),
+    ],
+)
+def test_a_stage_that_returns_other_shapes_is_refused(monkeypatch, returned, said):
+    monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
+    act = classmethod(lambda cls, options, config, plans: [plan.acting(cls, cls.transform_qkv) for plan in plans])
+    monkeypatch.setattr(Acting, "plan_stages", act)
+    with pytest.raises(HeadwaterError, match="acts in layer 0, and has no build_module"):
+        HeadwaterForCausalLM(config({"acting": {}}))
+    monkeypatch.setattr(Acting, "build_module", classmethod(lambda cls, options, config, plan: None))
+    with pytest.raises(HeadwaterError, match=r"build_module\(\) returned None"):
+        HeadwaterForCausalLM(config({"acting": {}}))
+    monkeypatch.setattr(Acting, "build_module", classmethod(lambda cls, options, config, plan: cls()))
+    monkeypatch.setattr(Acting, "change", staticmethod(returned))
+    with pytest.raises(HeadwaterError, match=said):
+        HeadwaterForCausalLM(config({"acting": {}}))(tokens(1, 4))
+
+
+def test_an_option_without_a_type_is_refused():
+    with pytest.raises(HeadwaterError, match="Options: give back a type, as in `back: int = 2`"):
+
+        class Untyped(Mechanism):
+            class Options:
+                back = 2
+
+
+def test_training_refuses_a_mechanism_that_counts_other_parameters(monkeypatch, recipe, tmp_path):
+    """FLOPs, prices and equal budgets follow from what it states."""
+    monkeypatch.setitem(MECHANISMS.added, "sharpened", Sharpened)
+    monkeypatch.setattr(Sharpened, "count_cost", classmethod(lambda cls, options, config, plan: Cost(parameters=1)))
+    made = recipe().model_dump(mode="json")
+    made["model"] = made["model"] | {"mechanisms": {"sharpened": {}}}
+    with pytest.raises(HeadwaterError, match=r"are counted; correct count_cost\(\) of sharpened"):
+        lab.train(made, tmp_path / "out")
 
 
 class Sharpened(Mechanism):

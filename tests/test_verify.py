@@ -47,6 +47,18 @@ def test_unknown_ways_are_refused():
         verify.verify(build(), ways=["one by one"])
 
 
+def test_a_model_without_logits_or_with_an_encoder_is_refused():
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    model = build()
+    model.lm_head.weight.data.zero_()
+    with pytest.raises(HeadwaterError, match="All logits of this model are 0"):
+        verify.verify(model, ways="1 by 1")
+    sizes = dict(d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, decoder_attention_heads=1)
+    with pytest.raises(HeadwaterError, match="is an encoder-decoder"):
+        verify.verify(BartForConditionalGeneration(BartConfig(vocab_size=50, **sizes)).eval())
+
+
 def test_a_name_in_place_of_a_list_runs_that_way_alone():
     checks = {verdict.check for verdict in verify.verify(build(), ways="static, chunks")}
     assert "static, chunks" in checks

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from headwater.util.errors import check_known
+from headwater.util.errors import HeadwaterError, check_known
 
 Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
 # What the cache can keep raw: queries, keys or values; tensors as wide as the residual stream; each of attention's
 # inputs; the inputs of the feed-forward's activation; token ids.
-Kept = Part | Literal["x", "input", "gate", "up", "id"]
+Kept = Literal["q", "k", "v", "x", "input", "gate", "up", "id"]
 # An index that selects some of a tensor's heads. None selects all of them in order.
 Heads = slice | list[int] | None
 
@@ -192,7 +192,14 @@ class LayerPlan:
         return replace(self, value_part="position", latent_heads=heads)
 
     def reading(self, *sources: Source) -> LayerPlan:
-        """Return this plan with `sources` added to `reads`."""
+        """Return this plan with `sources` added to `reads`. Raises `HeadwaterError` for one that no layer has."""
+        for source in sources:
+            check_known(f"Layer {self.index} cannot read a source of kind", source.kind, get_args(Kind))
+            if not -1 <= source.layer <= self.index:
+                raise HeadwaterError(
+                    f"Layer {self.index} cannot read {source.part!r} of layer {source.layer}; name an earlier layer, "
+                    "or -1 for the embedding."
+                )
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
@@ -201,8 +208,11 @@ class LayerPlan:
         cls.transform_qkv)`.
 
         tails: the raw tokens that the cache must keep for it, as (part, tokens).
+        Raises `HeadwaterError` for a part that a cache cannot keep.
         """
         stage, name = Stage.of(method), mechanism.registered_name()
+        for part, _ in tails:
+            check_known(f"Mechanism {name!r}: a cache keeps no tail", part, get_args(Kept))
         letter: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
         new_tails = tuple((letter or part, tokens, name) for part, tokens in tails)
         return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *new_tails))

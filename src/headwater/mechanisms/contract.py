@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from headwater.config.plan import Cost, LayerPlan
 from headwater.mechanisms.capabilities import OptionValues, check_capabilities
 from headwater.plugins.registry import MECHANISMS
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
@@ -117,6 +118,13 @@ class Context(NamedTuple):
     x: Tensor | None = None
 
 
+def check_annotations(options: type) -> None:
+    """Raise `HeadwaterError` for an option without a type, which a dataclass would leave out."""
+    for name, value in vars(options).items():
+        if not (name.startswith("_") or name in options.__annotations__ or callable(value)):
+            raise HeadwaterError(f"{options.__qualname__}: give {name} a type, as in `{name}: int = {value!r}`.")
+
+
 @torch.compiler.assume_constant_result  # torch.compile cannot trace the look-up
 def _find_name(kind: type) -> str:
     return MECHANISMS.name_of(kind)
@@ -152,6 +160,7 @@ class Mechanism(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "Options" in vars(cls):
+            check_annotations(cls.Options)
             cls.Options = strict(dataclass(cls.Options))
         check_capabilities(cls)
 
@@ -192,7 +201,7 @@ class Mechanism(nn.Module):
 
         A mechanism with stages both inside and around attention gets two modules in a layer, one for each.
         """
-        raise NotImplementedError
+        raise HeadwaterError(f"{cls.__name__} acts in layer {plan.index}, and has no build_module().")
 
     @classmethod
     def count_cost(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Cost:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Part, Source, Stage
 from headwater.mechanisms.contract import Context, Mechanism, Tail
 from headwater.plugins.registry import resolve
+from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
@@ -50,9 +52,11 @@ class Staged:
         """Build the modules of the mechanisms that act at some stages of a layer. config: the layer's."""
         acting = plan.within(stages)
         names = acting.at(*stages)
-        self.mechanisms = Named(
-            {name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names}
-        )
+        modules = {name: resolve(name).build_module(config.mechanisms[name], config, acting) for name in names}
+        for name, module in modules.items():
+            if not isinstance(module, Mechanism):
+                raise HeadwaterError(f"Mechanism {name!r}: build_module() returned {module!r}, not its module.")
+        self.mechanisms = Named(modules)
         self.stages = {stage.value: plan.at(stage) for stage in stages}
 
     def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
@@ -63,8 +67,27 @@ class Staged:
     def run_stage(self, stage: Stage, x: Any, context: Context) -> Any:
         """Transform x by the mechanisms that act at a stage, each by the method that the stage names."""
         for name in self.stages[stage.value]:
-            x = getattr(self.mechanisms[name], stage.value)(x, context)
+            x = keep_shapes(name, stage, x, getattr(self.mechanisms[name], stage.value)(x, context))
         return x
+
+
+def keep_shapes(name: str, stage: Stage, x: Any, y: Any) -> Any:
+    """Return y, which a mechanism made of x at a stage. Raises `HeadwaterError` if its shapes differ.
+
+    A single head would be broadcast without a word. Compiled code does not check, and a latent becomes keys and values.
+    """
+    if stage is Stage.ATTENDED_KV or torch.compiler.is_compiling():
+        return y
+    if (returned := list_shapes(y)) != (expected := list_shapes(x)):
+        raise HeadwaterError(f"Mechanism {name!r}: {stage.value}() returned shapes {returned}, not {expected}.")
+    return y
+
+
+def list_shapes(x: Any) -> list[list[int]]:
+    """List the shapes of the tensors in nested tuples."""
+    if isinstance(x, tuple):
+        return [shape for part in x for shape in list_shapes(part)]
+    return [list(x.shape)] if isinstance(x, Tensor) else []
 
 
 def run_shared(

@@ -77,10 +77,12 @@ def verify(model: PreTrainedModel, seed: int = 0, ways: Collection[str] | None =
     model: any causal language model with transformers' interface, on the CPU; it is not changed. It runs in fp64, where
     only a mistake exceeds 1e-6, if it can; in fp32; and in bf16. ways: the names of those to run; default: all that
     apply.
-    Raises `HeadwaterError` for unknown ways, for a model with too few learned positions, and for one that cannot read
-    ids alone.
+    Raises `HeadwaterError` for unknown ways, for an encoder-decoder, for a model with too few learned positions or
+    whose logits are all 0, and for one that cannot read ids alone.
     """
     config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise HeadwaterError("This model is an encoder-decoder; only causal language models can be verified.")
     positions = getattr(config, "max_position_embeddings", LONGEST)
     if getattr(config, "position", None) == "learned" and positions < LONGEST:
         raise HeadwaterError(f"Verifying needs {LONGEST} positions, but this model has only {positions} learned ones.")

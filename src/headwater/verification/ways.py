@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from headwater.nn.cache_name import CACHE, cache_of
+from headwater.util.errors import HeadwaterError
 from headwater.verification.subject import CallOutput, Subject, in_double
 
 # Number of texts, tokens in each, and tokens that the last text shares with the first.
@@ -71,7 +72,10 @@ def texts_for(subject: Subject, seed: int = 0) -> Texts:
     ids[-1, :SHARED] = ids[0, :SHARED]
     pad = getattr(config, "pad_token_id", None)
     pad = pad if isinstance(pad, int) and 0 <= pad < config.vocab_size else int(allowed[0])
-    return Texts(ids, pad, subject(ids, use_cache=False))
+    texts = Texts(ids, pad, subject(ids, use_cache=False))
+    if texts.scale == 0:
+        raise HeadwaterError("All logits of this model are 0, so nothing can be compared; train its output head first.")
+    return texts
 
 
 # (row, slot, text, position, length): slots in a row of a call, and where these tokens are in the texts.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headwater.models.load import check_config, check_layers, weight_files
 from headwater.models.weights import check_files
@@ -43,6 +43,8 @@ def open_model(source: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """
     check_source(source)
     with explaining_code(source, f"{source!r} cannot be read as a causal language model"):
+        if AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code).is_encoder_decoder:
+            raise HeadwaterError(f"{source!r} is an encoder-decoder; name a causal language model.")
         model = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=trust_remote_code, dtype=torch.float32)
     if (folder := Path(source)).is_dir():
         check_files(weight_files(folder, pickled=True), repr(source), model)

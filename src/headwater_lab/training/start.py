@@ -30,7 +30,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost.counts import training_flops
+from headwater.cost.counts import parameters, training_flops
 from headwater.cost.hardware import sheet_of
 from headwater.growth.parameter_tokens import has_pairs
 from headwater.kernels import can_fuse
@@ -39,6 +39,7 @@ from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.models.load import read_config, read_generation_config
+from headwater.plugins.registry import MECHANISMS
 from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data
@@ -601,12 +602,24 @@ def make_model(training: Training, config: HeadwaterConfig, device: torch.device
     context: tokens of a row. Raises `HeadwaterError`.
     """
     model = model_class(config)(config)
+    check_counts(model)
     if training.trainable_mechanisms is not None:
         freeze_others(model, training.trainable_mechanisms)
     attention = choose_attention(config, training, device, context)
     if attention is not None:
         set_attention(model, attention)
     return model
+
+
+def check_counts(model: AnyModel) -> None:
+    """Raise `HeadwaterError` if mechanisms from outside state other parameters than they have, and so wrong FLOPs."""
+    outside = [name for name in model.config.mechanisms or {} if name not in MECHANISMS.built_in]
+    counted, measured = sum(parameters(model.config).values()), model.num_parameters()
+    if outside and counted != measured:
+        raise HeadwaterError(
+            f"The model has {measured:,} parameters, but {counted:,} are counted; correct count_cost() of "
+            f"{' or '.join(outside)}."
+        )
 
 
 def is_compiling(training: Training, device: torch.device) -> bool:
