@@ -10,6 +10,7 @@ import torch
 from headwater.config import options as config_options
 from headwater.config.options import parse_options
 from headwater.testing import Case, Contract, Reference
+from headwater.testing.naive import look_back
 from references import run_check
 
 MINE = '''
@@ -206,17 +207,14 @@ class Naive(Reference):
             self.find_parameter(name, layer, "table.weight"),
             self.find_parameter(name, layer, "mix.weight")[:, 0, 0],
         )
-        begins = {t for t in range(len(self.real)) if t == 0 or not self.real[t - 1]} | set(self.starts)
+        previous = self.list_previous()
         made = {}
         for i, (head, row) in enumerate(v.items()):
             own = slice(i * len(row[0]), (i + 1) * len(row[0]))
             rows = []
             for t, x in enumerate(row):
-                y = x + (table[self.ids[t]] * mix)[own]
-                if not any(t - step in begins for step in range(back)):
-                    y = y + weight[i] * row[t - back]
-                rows.append(y)
-            made[head] = torch.stack(rows)
+                rows.append(x + (table[self.ids[t]] * mix)[own])
+            made[head] = torch.stack(rows) + weight[i] * look_back(row, back, previous)
         return q, k, made
 
 

@@ -617,6 +617,16 @@ def test_static_generation_with_a_hole_in_the_mask(mechanisms):
     assert torch.equal(generated, model.generate(ids, use_cache=False, **options))
 
 
+@pytest.mark.parametrize("mechanisms", [{"kv_shift": {}}, {"short_conv": {}}], ids=str)
+def test_a_padding_id_between_tokens_is_a_token_where_no_mask_says_otherwise(mechanisms):
+    model, ids = shared(mechanisms), tokens(2, 9)
+    ids[0, :2] = ids[0, 5] = 7
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options = dict(pad_token_id=7, eos_token_id=None, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, attention_mask=mask, **options))
+
+
 @pytest.mark.parametrize("mechanisms", [{}, {"short_conv": {}, "svformer": {}}], ids=["vanilla", "own layers"])
 @pytest.mark.parametrize("static", [True, False], ids=["static", "growing"])
 def test_a_cache_says_for_how_many_rows_it_was_made(mechanisms, static):

@@ -397,6 +397,16 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         with allow_autotuning(self.packs_weights):
             return super().generate(*args, **kwargs)
 
+    def _prepare_attention_mask_for_generation(self, *args: Any, **kwargs: Any) -> Tensor:
+        """transformers' method. For mechanisms that look back, an inferred mask has no gaps.
+
+        A padding id between tokens is a token, such as one that an assistant drafted: what was before it is not kept.
+        """
+        mask = super()._prepare_attention_mask_for_generation(*args, **kwargs)
+        if self.model.input_spec.lookback.limit == 0:
+            return mask
+        return mask.cummax(1).values & mask.flip(1).cummax(1).values.flip(1)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
