@@ -749,7 +749,7 @@ def test_the_command(written, tmp_path, run, dtype):
         card = (tmp_path / f"card-{source.name}" / "README.md").read_text()
         assert f"| loss | {loss:.4f} |" in card
         assert (f"| {result['before']['loss']:.4f} |" in card) == (source is out)
-        assert ("on all data" in card) == (source is out)
+        assert (f"{result['data']['held_out_bytes']:,} bytes of" in card) == (source is out)
         assert f"cache bytes per token {sizes[0]:,} → {sizes[1]:,};" in card
         assert "True" not in card.partition("## How it was made")[2].partition("##")[0]
     assert "has seen 384 tokens more than the original" in " ".join(printed.split())
@@ -759,7 +759,7 @@ def test_the_command(written, tmp_path, run, dtype):
     assert all(before != after for before, after in itertools.pairwise(result["curve"])), "each point once"
     code, _, said = run(*arguments)
     assert code == 2
-    assert "exists" in said
+    assert "continue it with --resume" in said
 
 
 def test_a_latent_by_the_command(written, tmp_path, run):

@@ -707,7 +707,7 @@ class Contract:
         read: dict[str, set[str]] = defaultdict(set)
 
         def record_reads(mechanism: type[Mechanism], options: dict[str, Any]) -> RecordedOptions:
-            parsed = parse_options(mechanism, dict(options.items()))
+            parsed = parse_options(mechanism, json.loads(json.dumps(options)))
             return RecordedOptions(parsed, read[mechanism.registered_name()])
 
         with pytest.MonkeyPatch.context() as patch, torch.device("meta"):
