@@ -80,12 +80,17 @@ def find_reach(
         return _limit_reach(torch.minimum(count_reach(position_ids, attention_mask, past), since), limit)
     # Only with a cache: without one, the first tokens of a row have fewer than `limit` tokens before them.
     looks = isinstance(past, int) and past > 0 and not must_wait(position_ids) and not torch.compiler.is_compiling()
-    if looks and bool((position_ids >= limit).all()):
-        end = past + position_ids.shape[1]
-        near = None if attention_mask is None else attention_mask[:, max(0, past - limit) : end]
-        if near is None or bool(near.all()):
-            return None
+    has_past = looks and bool((position_ids >= limit).all())
+    if has_past and (attention_mask is None or is_all_real(attention_mask, past, position_ids.shape[1], limit)):
+        return None
     return _limit_reach(count_reach(position_ids, attention_mask, past), limit)
+
+
+def is_all_real(attention_mask: Tensor, past: int | Tensor, length: int, limit: int) -> bool:
+    """Whether none of the `length` new tokens and the `limit` before them is padding; False if that is not known."""
+    if isinstance(past, Tensor) or must_wait(attention_mask) or torch.compiler.is_compiling():
+        return False
+    return bool(attention_mask[:, max(0, past - limit) : past + length].all())
 
 
 def _limit_reach(reach: Tensor, limit: int) -> Tensor:
@@ -109,6 +114,8 @@ def find_gaps(attention_mask: Tensor, past: int | Tensor, length: int, limit: in
     prepares it has to.
     """
     if torch.compiler.is_exporting() or (is_replayed(past, length) and must_wait(attention_mask)):
+        return False, False
+    if is_all_real(attention_mask, past, length, limit):  # as in most steps of decoding
         return False, False
     real = attention_mask.bool()
     padding = ~real & (real.cumsum(-1) > 0)

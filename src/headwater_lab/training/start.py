@@ -614,8 +614,10 @@ def make_model(training: Training, config: HeadwaterConfig, device: torch.device
 def check_counts(model: AnyModel) -> None:
     """Raise `HeadwaterError` if mechanisms from outside state other parameters than they have, and so wrong FLOPs."""
     outside = [name for name in model.config.mechanisms or {} if name not in MECHANISMS.built_in]
+    if not outside:
+        return
     counted, measured = sum(parameters(model.config).values()), model.num_parameters()
-    if outside and counted != measured:
+    if counted != measured:
         raise HeadwaterError(
             f"The model has {measured:,} parameters, but {counted:,} are counted; correct count_cost() of "
             f"{' or '.join(outside)}."
