@@ -191,6 +191,8 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
         state = dict(vars(self))
         if self.is_initialized:
             state.update(keys=self.keys.contiguous(), values=self.values.contiguous())
+        # Programs check strides also where a length is 1, which `contiguous` leaves as they are.
+        state["tails"] = {name: tail.clone(memory_format=torch.contiguous_format) for name, tail in self.tails.items()}
         return state
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
