@@ -5,6 +5,7 @@ import math
 import shlex
 import statistics
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -327,10 +328,16 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
     assert code == 2
     (line,) = [line for line in said.splitlines() if "torchrun" in line]
     trials = trials_folder(out, "cpu", ["training.steps=2"])
-    assert "--nproc-per-node=8" in line
+    launcher, _, module = shlex.split(line.partition(" train ")[0])[-3:]
+    assert (launcher, "--rdzv" in line) == ("--nproc-per-node=8", False)
+    assert find_spec(f"{module}.__main__") is not None
     assert line.endswith(f"training.steps=2 --arm shift seed=4 --out {trials / 'wide' / 'shift-4'}")
     assert "1 run of this table, on several devices or in stages, cannot be trained by this command" in complaint
     assert not trials.exists()
+    code, said, complaint = run("reproduce", "paper/devices", "--out", out, "training.nodes=2", "training.steps=2")
+    (line,) = [line for line in said.splitlines() if "torchrun" in line]
+    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 --nproc-per-node=8 -m" in line
+    assert "on every node, with the first one's name for FIRST_NODE" in " ".join(complaint.split())
 
 
 def test_arms_that_all_diverge_are_shown_as_such(out, run):

@@ -19,6 +19,7 @@ from headwater_lab.api.comparing import tell_failures, watched_trials
 from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.trials import make_slug
+from headwater_lab.papers.arms import FIRST_NODE
 from headwater_lab.papers.kept import keep_runs, read_runs, restore_runs
 from headwater_lab.papers.price import DEVICES, estimate_price
 from headwater_lab.papers.result import (
@@ -174,6 +175,8 @@ def _describe_unfinished(work: Work, failed: Sequence[Outcome], watch: Observer)
         for command in commands:
             watch.say(Text(command))
         which = "the commands above" if watch.listens else "; ".join(commands)
+        if any(FIRST_NODE in command for command in commands):
+            which += f", on every node, with the first one's name for {FIRST_NODE}"
         unfinished = (
             f"{counted(len(commands), 'run')} of this table, on several devices or in stages, cannot be trained by "
             f"this command: run {which}, then this one again."

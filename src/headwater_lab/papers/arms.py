@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.util.errors import HeadwaterError
+from headwater.util.layout import LABORATORY, LIBRARY
 from headwater_lab.comparison.trials import choose_rate, find_folder, find_tried_rate, make_slug, make_trial
 from headwater_lab.comparison.tuning import find_tuned_rate
 from headwater_lab.papers.table import Claim, Gains, Pair, PaperTable, ReferenceText, ScaleName
@@ -17,6 +18,8 @@ from headwater_lab.training.records import ENDED, RunRecord, find_record
 from headwater_lab.training.stages import list_stages
 
 REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+))?")
+# Stands for the name of the first of several nodes in the command of a run.
+FIRST_NODE = "FIRST_NODE"
 # Marks a run's folder in which only the record is present; see kept.py.
 RESTORED = ".restored"
 # Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
@@ -63,10 +66,14 @@ class SizedArm:
         return list_stages(self.recipe, out / self.recipe.name)[self.recipe.stage_names.index(self.arm)]
 
     def command(self, seed: int, out: Path, overrides: Sequence[str]) -> str:
-        """Return the command that trains one seed's run in its folder, on the recipe's number of devices."""
+        """Return the command that trains one seed's run in its folder, on the recipe's number of devices.
+
+        On several nodes it is to be run on each, with the first one's name for `FIRST_NODE`.
+        """
         nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
-        start = [] if self.devices == 1 else ["torchrun", f"--nnodes={nodes}", f"--nproc-per-node={devices}", "-m"]
-        words = [*start, "headwater", "train", str(self.path), *overrides]
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={FIRST_NODE}:29500"] if nodes > 1 else []
+        torchrun = ["torchrun", f"--nnodes={nodes}", *meeting, f"--nproc-per-node={devices}", "-m", LABORATORY]
+        words = [*(torchrun if self.devices > 1 else [LIBRARY]), "train", str(self.path), *overrides]
         if self.recipe.compare is None:
             return shlex.join([*words, "--stage", self.arm, "--out", str(out / self.recipe.name)])
         size = [] if self.size is None else ["--size", self.size]
