@@ -223,10 +223,31 @@ def test_a_second_call_trains_nothing_and_seeds_share_the_runs(out):
     assert (cell.text, cell.seeds) == ("2", 1)
     assert reproduce_command(reproduce_table(single)).endswith("'compare.seeds=[1]' compare.threshold=0.001")
     assert len(prepare_work("paper/tiny", "cpu", out, ["compare.seeds=[0,1,2]"]).list_missing()) == 2
-    # A threshold that chooses learning rates can choose others.
-    assert trials_folder(out, "cpu", ["compare.threshold=0.001"], tuned=True) != trials_folder(
-        out, "cpu", [], tuned=True
-    )
+
+
+def test_a_threshold_that_chooses_learning_rates_can_choose_others(out):
+    def trials(*overrides):
+        return prepare_work("paper/tiny", "cpu", out, ["compare.threshold=0.5", *overrides]).trials.name
+
+    tuned = "compare.learning_rates=[0.1, 0.2]"
+    assert trials() == trials("compare.threshold=0.1") == "trials"
+    assert trials(tuned, "compare.threshold=0.1") != trials(tuned) != trials(tuned, "compare.tuning_seeds=[9]")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("reporting.log_every=1", "reporting.tensorboard=false", "training.timeout_minutes=5", "compare.workers=2"),
+        "training.learning_rate={learning_rate}",
+    ],
+)
+def test_overrides_that_change_no_run_share_the_folder(out, override):
+    plain = prepare_work("paper/tiny", "cpu", out)
+    override = override.format(**plain.recipes[0][1].training.model_dump())
+    other = prepare_work("paper/tiny", "cpu", out, [override])
+    assert (other.decisive, other.trials, other.list_missing()) == ((), plain.trials, [])
+    steps = ["training.steps=3"]
+    assert prepare_work("paper/tiny", "cpu", out, [override, *steps, *steps]).trials == trials_folder(out, "cpu", steps)
 
 
 @pytest.mark.parametrize(
@@ -318,8 +339,15 @@ def test_a_miniature_that_cannot_show_it_says_so_in_place_of_verdicts(out, run):
     assert (saved["claims"], saved["cannot_show"]) == ([], "It is too small.")
     assert saved["rows"][0]["cells"][0]["ours"]["text"], "what was measured is shown"
     assert "cannot show" in run("reproduce", "--list", "--out", out)[1]
-    # Fewer seeds are the same miniature; other runs are another.
+    # Fewer seeds are the same miniature, and so are other threads; other runs are another.
     assert not reproduce_table(prepare_work("paper/silent", "cpu", out, ["compare.seeds=[0]"])).claims
+    for override in (
+        "reporting.log_every=1",
+        "reporting.evaluate_every=1",
+        "training.threads=1",
+        "training.device=cpu",
+    ):
+        assert prepare_work("paper/silent", "cpu", out, [override]).cannot_show
     assert len(reproduce_table(prepare_work("paper/silent", "cpu", out, ["training.steps=3"])).claims) == 2
 
 
@@ -564,8 +592,8 @@ def test_from_python_what_is_missing_is_said(out, tmp_path):
     assert found.table()
     overrides = ["compare.seeds=[7]"]
     for name in ("shift-7", "vanilla-7"):
-        (trials_folder(tmp_path, "cpu", overrides) / "tiny" / name).mkdir(parents=True)
-        (trials_folder(tmp_path, "cpu", overrides) / "tiny" / name / "thesis.txt").write_text("mine")
+        (trials_folder(tmp_path, "cpu", []) / "tiny" / name).mkdir(parents=True)
+        (trials_folder(tmp_path, "cpu", []) / "tiny" / name / "thesis.txt").write_text("mine")
     with pytest.raises(HeadwaterError, match=r"No run of paper/tiny is finished: .*failed"):
         lab.reproduce("paper/tiny", out=tmp_path, overrides=overrides)
 

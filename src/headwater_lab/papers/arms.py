@@ -22,9 +22,6 @@ REFERENCE = re.compile(r"(?:(?P<recipe>[\w.-]+): )?(?P<arm>.+?)(?: @ (?P<size>.+
 FIRST_NODE = "FIRST_NODE"
 # Marks a run's folder in which only the record is present; see kept.py.
 RESTORED = ".restored"
-# Overrides of these do not change runs, so tables with and without them share runs; of the threshold, unless it chooses
-# learning rates.
-ASIDE = ("compare.seeds=", "compare.threshold=", "compare.workers=")
 
 
 @dataclass(frozen=True)
@@ -172,11 +169,22 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     return runs
 
 
-def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str], tuned: bool = False) -> Path:
-    """Name the folder of a scale's runs, which tables share; with overrides another. tuned: rates are chosen first."""
-    aside = tuple(prefix for prefix in ASIDE if not (tuned and prefix == "compare.threshold="))
-    deciding = sorted(override for override in overrides if not override.startswith(aside))
-    return out / scale / (f"trials-{digest_text(' '.join(deciding))}" if deciding else "trials")
+def list_run_settings(recipe: Recipe) -> list[object]:
+    """List what decides the runs of a recipe, whatever their seeds: recipes of equal settings share runs."""
+    section = recipe.compare
+    if section is None:
+        return [run.identity for run, _ in recipe.chain(lambda name, _: Path(name))]
+    tuning = (section.tuning_seeds, section.threshold) if len(section.tried_rates) > 1 else None
+    settings: list[object] = [section.tried_rates, tuning]
+    for key, trial in recipe.trials().items():
+        # A run that is evaluated at other steps reaches a threshold at others.
+        settings.append((key, trial.model_copy(update={"seed": 0}).identity, trial.reporting.evaluate_every))
+    return settings
+
+
+def trials_folder(out: Path, scale: ScaleName, overrides: Sequence[str]) -> Path:
+    """Name the folder of a scale's runs, which tables share; with overrides, which change them, another."""
+    return out / scale / (f"trials-{digest_text(' '.join(sorted(overrides)))}" if overrides else "trials")
 
 
 def digest_text(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,30 +11,36 @@ from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.trials import ArmKey, make_slug
 from headwater_lab.evaluation.tasks import Tasks
 from headwater_lab.papers.arms import (
-    ASIDE,
     SizedArm,
     digest_text,
     find_arm,
     finished_runs,
     list_law_arms,
     list_references,
+    list_run_settings,
     trials_folder,
 )
 from headwater_lab.papers.measures import tasks_of
 from headwater_lab.papers.table import Gains, PaperTable, Scale, ScaleName, counts_steps, find_table, reads_models
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
+from headwater_lab.training.start import MAY_CHANGE
+
+# Overrides of these leave what runs can show: the hardware, and when they are evaluated.
+SAME_TRAINING = (*(f"{field}=" for field in sorted(MAY_CHANGE - {"training.steps"})), "reporting.")
 
 
 @dataclass(frozen=True)
 class Work:
-    """A table at a scale. overrides: the table's, then the user's. arms: recipes and sizes of each arm it names."""
+    """A table at a scale. overrides: the table's, then the user's; decisive: those of the user's that change the runs.
+    arms: recipes and sizes of each arm it names."""
 
     name: str
     table: PaperTable
     scale: ScaleName
     out: Path
     overrides: tuple[str, ...]
+    decisive: tuple[str, ...]
     recipes: list[tuple[Path, Recipe]]
     arms: dict[str, SizedArm | None]
 
@@ -50,8 +57,8 @@ class Work:
     @property
     def trials(self) -> Path:
         """The folder of its runs."""
-        tuned = any(recipe.compare is not None and recipe.compare.tried_rates for _, recipe in self.recipes)
-        return trials_folder(self.out, self.scale, self.overrides, tuned)
+        of_table = (override for override in self.settings.overrides if not override.startswith("compare.seeds="))
+        return trials_folder(self.out, self.scale, (*of_table, *self.decisive))
 
     @property
     def folder(self) -> Path:
@@ -61,8 +68,8 @@ class Work:
 
     @property
     def cannot_show(self) -> str:
-        """The reason why its runs cannot show the paper's claims; "" if they may, or if overrides change the runs."""
-        changed = any(not override.startswith(ASIDE) for override in self.user_overrides)
+        """The reason why its runs cannot show the paper's claims; "" if they may, or if overrides train otherwise."""
+        changed = any(not override.startswith(SAME_TRAINING) for override in self.decisive)
         return "" if changed else self.settings.cannot_show
 
     @property
@@ -119,15 +126,35 @@ def prepare_work(name: str, scale: ScaleName, out: Path, overrides: Sequence[str
         raise HeadwaterError(settings.nothing)
     changes = (*settings.overrides, *overrides)
     files = [recipes_folder() / path for path in settings.recipes]
-    recipes = [(file, _read_recipe(file, file.stat().st_mtime_ns, changes)) for file in files]
+    recipes = list(zip(files, _read_recipes(files, changes), strict=True))
     for _, recipe in recipes:
         if recipe.compare is not None and recipe.compare.sequential:
             raise HeadwaterError(f"{name} needs all seeds of its arms; leave out compare.sequential.")
     arms = {reference: find_arm(table, scale, recipes, reference) for reference in list_references(table)}
-    work = Work(name, table, scale, out, changes, recipes, arms)
+    decisive = _find_decisive(files, settings.overrides, overrides)
+    work = Work(name, table, scale, out, changes, decisive, recipes, arms)
     if counts_steps(table) and any(arm.threshold is None for arm in work.arms.values() if arm is not None):
         raise HeadwaterError(f"{name} counts the steps to compare.threshold, which must be a number; pass one.")
     return work
+
+
+def _find_decisive(files: Sequence[Path], of_table: Sequence[str], overrides: Sequence[str]) -> tuple[str, ...]:
+    """Find the overrides without which the runs would be others, or could not be read."""
+
+    def list_settings(overrides: Sequence[str]) -> list[list[object]]:
+        return [list_run_settings(recipe) for recipe in _read_recipes(files, (*of_table, *overrides))]
+
+    decisive, settings = list(overrides), list_settings(overrides)
+    for override in overrides:
+        fewer = decisive.copy()
+        fewer.remove(override)
+        with suppress(HeadwaterError):
+            decisive = fewer if list_settings(fewer) == settings else decisive
+    return tuple(decisive)
+
+
+def _read_recipes(files: Sequence[Path], overrides: Sequence[str]) -> list[Recipe]:
+    return [_read_recipe(file, file.stat().st_mtime_ns, tuple(overrides)) for file in files]
 
 
 @functools.lru_cache(maxsize=256)
