@@ -183,6 +183,18 @@ def test_packed_rows_have_a_mask_where_attention_takes_one(training, data, maske
     assert one["masked"] is masked
 
 
+@pytest.mark.parametrize("model", ["gpt2-124m", "recipe"])
+def test_a_batch_is_divided_among_the_devices_of_the_option_too(model, prices, run, tmp_path):
+    model = recipe(tmp_path / "r.yaml") if model == "recipe" else model
+    assert prices(model, "--devices", 8)[0]["batch"] == (1 if model == "gpt2-124m" else 2)
+    batch = "training.batch_size=64"
+    (option,) = prices(model, batch, "--hardware", "H100", "--devices", 8)
+    assert [option] == prices(model, batch, "--hardware", "H100", "training.devices=8")
+    assert (option["batch"], prices(model, batch, "--devices", 8, "--batch", 64)[0]["batch"]) == (8, 64)
+    code, _, err = run("plan", model, "--devices", 0)
+    assert (code, "devices must be a whole number, at least 1" in err) == (2, True)
+
+
 def test_a_model_without_a_recipe_takes_training_too(prices):
     one, other = prices("gpt2-124m", "resformer-82m", "training.loss_chunk_tokens=1024")
     assert (one["loss_chunk_tokens"], other["loss_chunk_tokens"]) == (1024, 1024)

@@ -285,11 +285,11 @@ def price_models(
     model = next(iter(planned.values()))
     # Taken from the first model, for all columns.
     devices = model.training.devices * model.training.nodes
-    batch = max(1, model.training.batch_size // devices)
-    shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices, "batch": batch}
+    shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices}
+    shared |= {name: value for name, value in settings.items() if value is not None}
+    shared = {"batch": _count_device_rows(model.training.batch_size, shared["devices"])} | shared
     counts = {"tokens": tokens, "images": images}
     budget = {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
-    shared |= {name: value for name, value in settings.items() if value is not None}
     shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
         price(
@@ -301,6 +301,11 @@ def price_models(
         )
         for name, column in planned.items()
     ]
+
+
+def _count_device_rows(rows: int, devices: Any) -> int:
+    """Count one device's rows of a batch, at least one. `price` refuses what is no number of devices."""
+    return max(1, rows // devices) if isinstance(devices, int) and devices > 0 else 1
 
 
 def _count_budget(run: Recipe | None, context: int) -> dict[str, Any]:
