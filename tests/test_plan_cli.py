@@ -103,7 +103,7 @@ def test_a_recipe_is_priced_as_it_trains(prices, run, tmp_path):
     device = ("--hardware", "H100")
     (own,) = prices(path, *device)
     assert (own["batch"], own["devices"], own["precision"], own["tokens"]) == (4, 3, "64-true", 50 * 12 * 2 * 32)
-    assert (own["gradient_checkpointing"], own["loss_chunk_tokens"], own["masked"]) == (True, 20, True)
+    assert (own["gradient_checkpointing"], own["loss_chunk_tokens"], own["masked"]) == (True, 20, [32])
     at, state = own["at"][0], sum(own["state_bytes"].values())
     assert at["step_bytes"] == state + at["activation_bytes_checkpointed"]
     changed = prices(path, *device, "--batch", 5, "--devices", 2, "--precision", "bf16-true", "--tokens", "1k")[0]
@@ -180,7 +180,19 @@ def test_a_teacher_is_priced(prices, run, tmp_path):
 def test_packed_rows_have_a_mask_where_attention_takes_one(training, data, masked, prices, tmp_path):
     data = {"kind": "text", "source": "nowhere.txt", "context": 32} | data
     (one,) = prices(recipe(tmp_path / "r.yaml", training=training, data=data))
-    assert one["masked"] is masked
+    assert one["masked"] == [one["at"][0]["context"]] * masked
+
+
+def test_every_context_has_the_mask_of_its_own_kernel_and_the_tokens_of_the_recipe(prices, run, tmp_path):
+    training = {"precision": "bf16-mixed", "device": "cpu", "steps": 10, "batch_size": 4}
+    path = recipe(tmp_path / "r.yaml", training=training)
+    (both,) = prices(path, "--context", 32, "--context", 1024, "--hardware", "H100")
+    assert (both["masked"], both["tokens"]) == ([32], 10 * 4 * 32)
+    for at in both["at"]:
+        (single,) = prices(path, "--context", at["context"], "--hardware", "H100")
+        assert (single["at"], single["tokens"]) == ([at], both["tokens"])
+    note = " ".join(run("plan", path, "--context", 32, "--context", 1024)[1].split())
+    assert "Trained with a mask for packed rows of 32 tokens: tiny." in note
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "recipe"])
@@ -198,7 +210,7 @@ def test_a_batch_is_divided_among_the_devices_of_the_option_too(model, prices, r
 def test_a_model_without_a_recipe_takes_training_too(prices):
     one, other = prices("gpt2-124m", "resformer-82m", "training.loss_chunk_tokens=1024")
     assert (one["loss_chunk_tokens"], other["loss_chunk_tokens"]) == (1024, 1024)
-    assert (one["batch"], one["precision"], one["tokens"], one["masked"]) == (1, "bf16-mixed", None, False)
+    assert (one["batch"], one["precision"], one["tokens"], one["masked"]) == (1, "bf16-mixed", None, [])
     assert prices("gpt2-124m", "training.precision=32-true")[0]["precision"] == "32-true"
 
 

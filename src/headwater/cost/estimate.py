@@ -1,6 +1,6 @@
 """Cost of training and running a model of text or of images on given hardware."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -67,7 +67,8 @@ class Price:
 
     tokens, images: the training budget, of text or of images.
     devices_needed: over how many the training state must be sharded to fit; None without hardware.
-    gradient_checkpointing, loss_chunk_tokens: as in recipes. masked: packed rows have a mask in memory.
+    gradient_checkpointing, loss_chunk_tokens: as in recipes. masked: the contexts at which packed rows have a mask in
+    memory.
     last_token_layers: layers that run for a prompt's last token alone.
     """
 
@@ -85,7 +86,7 @@ class Price:
     devices_needed: int | None
     gradient_checkpointing: bool
     loss_chunk_tokens: int | None
-    masked: bool
+    masked: list[int]
     cache_bytes_per_token: int
     last_token_layers: int
     at: list[AtContext]
@@ -113,7 +114,7 @@ def price(
     mfu: float = 0.4,
     gradient_checkpointing: bool = False,
     loss_chunk_tokens: int | None = None,
-    masked: bool = False,
+    masked: Collection[int] = (),
     averages: bool = False,
     teacher: HeadwaterConfig | None = None,
 ) -> Price:
@@ -123,8 +124,8 @@ def price(
     sequences being generated, or images. tokens, images: the training budget of either kind. precision: as in recipes;
     the cache is in the matmuls' dtype. mfu: the assumed share of the peak that training reaches.
     gradient_checkpointing, and of text loss_chunk_tokens: as in recipes. averages: with `training.ema_decay`.
-    masked: packed rows of text have a mask in memory (`headwater.cost.counts.activation_bytes`). teacher: the model
-    that training distills from. Raises `HeadwaterError` for invalid values.
+    masked: the contexts at which packed rows of text have a mask in memory (`headwater.cost.counts.activation_bytes`).
+    teacher: the model that training distills from. Raises `HeadwaterError` for invalid values.
     """
     of_images = isinstance(config, HeadwaterVisionConfig)
     of_text = {"context": context, "tokens": tokens, "loss_chunk_tokens": loss_chunk_tokens, "masked": masked or None}
@@ -140,7 +141,7 @@ def price(
     state_size = sum(state.values())
 
     def count_activations(length: int, rows: int, checkpointed: bool) -> int:
-        settings = precision, checkpointed, loss_chunk_tokens, masked, teacher is not None
+        settings = precision, checkpointed, loss_chunk_tokens, length in masked, teacher is not None
         return sum(cost.activation_bytes(config, length, rows, *settings).values())
 
     def find_limits(length: int, device: Hardware, flops: float) -> Limits:
@@ -189,7 +190,7 @@ def price(
         devices_needed=None if hardware is None else -int(-state_size // hardware.memory),
         gradient_checkpointing=gradient_checkpointing,
         loss_chunk_tokens=loss_chunk_tokens,
-        masked=masked,
+        masked=sorted({*masked} & {*lengths}),
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plan_layers(config)),
         at=[price_at(length) for length in lengths],

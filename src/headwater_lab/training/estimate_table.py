@@ -117,7 +117,11 @@ def _list_memory_settings(price: Price) -> list[str]:
         settings.append("a teacher, whose forward pass is in the FLOPs")
     if price.loss_chunk_tokens is not None:
         settings.append(f"logits of {price.loss_chunk_tokens:,} tokens at once")
-    return [*settings, "a mask for packed rows"] if price.masked else settings
+    if price.masked:
+        some = len(price.masked) < len(price.at)
+        lengths = f" of {', '.join(f'{length:,}' for length in price.masked)} tokens" if some else ""
+        settings.append(f"a mask for packed rows{lengths}")
+    return settings
 
 
 def _write_note(prices: Sequence[Price]) -> str:

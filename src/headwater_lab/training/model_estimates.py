@@ -168,7 +168,7 @@ def _price_stages(
     chain = recipe.chain(lambda *_: Path())
     for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
         training, tokens = run.training, run.rows * context
-        settings = PlannedModel(config, training, run, teacher=teacher).list_settings(context, training.precision)
+        settings = PlannedModel(config, training, run, teacher=teacher).list_settings([context], training.precision)
         step = price(config, context=context, batch=training.batch_size, precision=training.precision, **settings)
         # Before the first step, at regular steps, and after the last.
         evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
@@ -194,22 +194,27 @@ class PlannedModel(NamedTuple):
     recipe: Recipe | None = None
     teacher: HeadwaterConfig | None = None
 
-    def list_settings(self, context: int, precision: Precision) -> dict[str, Any]:
+    def list_settings(self, contexts: Sequence[int], precision: Precision) -> dict[str, Any]:
         """List the settings of this column that a step's memory depends on, except rows."""
-        training, masked = self.training, False
+        training = self.training
         settings = {
             "gradient_checkpointing": training.gradient_checkpointing,
             "averages": training.ema_decay is not None,
         }
         if isinstance(self.config, HeadwaterVisionConfig):
             return settings
-        if self.run is not None and getattr(self.run.data, "row_layout", "") == "packed":
-            computed = training.model_copy(update={"precision": precision})
-            # Assume a GPU, unless the recipe names the CPU.
-            device = torch.device("cpu" if training.device == "cpu" else "cuda")
-            kernel = choose_attention(self.config, computed, device, context)
-            masked = not takes_documents(kernel) and kernel != "flex_attention"
+        masked = [context for context in contexts if self._has_mask(context, precision)]
         return settings | {"loss_chunk_tokens": training.loss_chunk_tokens, "masked": masked, "teacher": self.teacher}
+
+    def _has_mask(self, context: int, precision: Precision) -> bool:
+        """Whether packed rows of text have a mask in memory."""
+        if self.run is None or getattr(self.run.data, "row_layout", "") != "packed":
+            return False
+        computed = self.training.model_copy(update={"precision": precision})
+        # Assume a GPU, unless the recipe names the CPU.
+        device = torch.device("cpu" if self.training.device == "cpu" else "cuda")
+        kernel = choose_attention(self.config, computed, device, context)
+        return not takes_documents(kernel) and kernel != "flex_attention"
 
 
 def plan_models(
@@ -281,7 +286,7 @@ def price_models(
     if len(set(map(unit_of, configs))) > 1:
         raise HeadwaterError("Text models and image models cannot be compared; name models of one kind.")
     context = _choose_context(configs) if not context and context != 0 else context
-    longest = max(context) if isinstance(context, Sequence) else context or 1
+    contexts = [*context] if isinstance(context, Sequence) else [context or 1]
     model = next(iter(planned.values()))
     # Taken from the first model, for all columns.
     devices = model.training.devices * model.training.nodes
@@ -296,8 +301,8 @@ def price_models(
             column.config,
             name=name,
             **shared,
-            **(budget or _count_budget(column.run or model.run, longest)),
-            **column.list_settings(longest, shared["precision"]),
+            **(budget or _count_budget(column.run or model.run)),
+            **column.list_settings(contexts, shared["precision"]),
         )
         for name, column in planned.items()
     ]
@@ -308,9 +313,9 @@ def _count_device_rows(rows: int, devices: Any) -> int:
     return max(1, rows // devices) if isinstance(devices, int) and devices > 0 else 1
 
 
-def _count_budget(run: Recipe | None, context: int) -> dict[str, Any]:
-    """Count the tokens or images of a recipe's rows of `context` tokens; {} without a recipe."""
-    return {} if run is None else {run.unit: run.rows * context}
+def _count_budget(run: Recipe | None) -> dict[str, Any]:
+    """Count the tokens or images that a recipe trains on; {} without a recipe."""
+    return {} if run is None else {run.unit: run.rows * run.row_length}
 
 
 def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
