@@ -207,6 +207,17 @@ def test_a_batch_is_divided_among_the_devices_of_the_option_too(model, prices, r
     assert (code, "devices must be a whole number, at least 1" in err) == (2, True)
 
 
+def test_no_ceiling_of_generation_for_more_sequences_than_memory_holds(prices, run):
+    arguments = ("gpt2-124m", "--hardware", "H100", "--context", 1024)
+    most = prices(*arguments)[0]["at"][0]["limits"]["most_sequences"]
+    ceilings = [prices(*arguments, "--batch", most + more)[0]["at"][0]["limits"] for more in (0, 1)]
+    assert [ceiling["generation_ceiling"] is None for ceiling in ceilings] == [False, True]
+    tables = [" ".join(run("plan", *arguments, "--batch", most + more)[1].split()) for more in (0, 1)]
+    reason = f"No generation ceiling where memory holds fewer than {most + 1:,} sequences."
+    assert [reason in table for table in tables] == ["generation ceiling, tokens/s" not in table for table in tables]
+    assert reason in tables[1]
+
+
 def test_a_model_without_a_recipe_takes_training_too(prices):
     one, other = prices("gpt2-124m", "resformer-82m", "training.loss_chunk_tokens=1024")
     assert (one["loss_chunk_tokens"], other["loss_chunk_tokens"]) == (1024, 1024)

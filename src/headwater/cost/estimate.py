@@ -21,7 +21,7 @@ class Limits:
     days, device_hours: for the budget at `mfu` of the peak; None without a budget.
     largest_batch: rows or images per device, which holds the full state; 0 if none fits.
     generation_ceiling: of text, tokens/s of one device generating `batch` sequences, if it only read weights and cache,
-        or only multiplied matrices, whichever is slower.
+        or only multiplied matrices, whichever is slower; None if memory does not hold their caches.
     most_sequences: of text, how many sequences' caches fit in memory with the weights.
     inference_ceiling: images/s of one device classifying, if only matmuls ran, at the peak.
     """
@@ -216,10 +216,8 @@ def _limit_generation(
     bytes_read = element * cost.weights_read(config) + batch * cost.cache_bytes_read(config, length, element)
     free = max(0.0, device.memory - element * sum(cost.parameters(config).values()))
     rates = device.bandwidth * batch / bytes_read, device.peak(precision) / cost.decoding_flops(config, length)
-    return dict(
-        generation_ceiling=min(rates),
-        most_sequences=int(free // cost.cache_bytes(config, length, 1, element)),
-    )
+    most_sequences = int(free // cost.cache_bytes(config, length, 1, element))
+    return dict(generation_ceiling=min(rates) if batch <= most_sequences else None, most_sequences=most_sequences)
 
 
 def _refuse_unread(of_images: bool, settings: Mapping[str, Any]) -> None:

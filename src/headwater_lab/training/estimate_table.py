@@ -140,4 +140,7 @@ def _write_note(prices: Sequence[Price]) -> str:
             f"{device.name}: {device.peak(precision) / 1e12:.4g} TFLOP/s, {device.memory / 1e9:.4g} GB, "
             f"{device.bandwidth / 1e9:.4g} GB/s ({device.source}). Ceilings are 100 % of these."
         )
+    limits = [estimate.limits for price in prices for estimate in price.at if estimate.limits is not None]
+    if any(limit.most_sequences is not None and limit.generation_ceiling is None for limit in limits):
+        sentences.append(f"No generation ceiling where memory holds fewer than {prices[0].batch:,} sequences.")
     return " ".join(sentences)
