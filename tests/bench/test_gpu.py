@@ -433,12 +433,43 @@ def test_an_input_that_does_not_exist(tmp_path):
         gpu_queue.bench_gpu(tmp_path, device="cpu", inputs={"prose": tmp_path / "nowhere"})
 
 
-def test_rows_of_another_text_are_not_continued(inputs, tmp_path):
-    phase = make_phase(tmp_path, "prose")
-    phase.measured = [{"text": "abc", "tokenizer": "def"}]
-    with pytest.raises(HeadwaterError, match="rows of another text or tokenizer; choose another --out"):
-        gpu_quality.prose(phase, {name: str(path) for name, path in inputs.items()})
-    assert not (tmp_path / "scratch").exists()
+ONE_ROW = """
+import json, sys
+from pathlib import Path
+from headwater_lab.bench.gpu_queue import append_line
+append_line(Path(sys.argv[2]), {"phase": sys.argv[1], "row": {"model": "model"}, "result": json.loads(sys.argv[5])})
+"""
+
+
+def test_rows_of_other_inputs_are_not_continued(inputs, tmp_path, monkeypatch):
+    """A folder of the same name may have another model."""
+    (tmp_path / "one.py").write_text(ONE_ROW)
+    monkeypatch.setattr(gpu_queue, "RUN", [str(tmp_path / "one.py")])
+
+    def measure(**changes):
+        told = []
+        given = {name: path for name, path in (inputs | changes).items() if path is not None}
+        gpu_queue.bench_gpu(tmp_path / "out", device="cpu", only=["conversion"], inputs=given, tell=told.append)
+        return told
+
+    assert measure(task_files=None)[-1].startswith("conversion: done")
+    assert measure(task_files=None) == measure(task_files=None, tokenizer=None) == ["conversion: measured before"]
+    with pytest.raises(HeadwaterError, match="rows of conversion with another --task-files; choose another"):
+        measure()
+    config = inputs["model"] / "config.json"
+    content = config.read_text()
+    config.write_text(content.replace("300", "301"))
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"text": "another"}\n')
+    size = (tmp_path / "out" / "gpu.jsonl").stat().st_size
+    with pytest.raises(HeadwaterError, match="another --prose and --model; choose another --out"):
+        measure(prose=other, task_files=None)
+    assert (tmp_path / "out" / "gpu.jsonl").stat().st_size == size
+    config.write_text(content)
+    lines = [line for line in gpu_queue.read_lines(tmp_path / "out" / "gpu.jsonl") if "inputs" not in line]
+    (tmp_path / "out" / "gpu.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(HeadwaterError, match="another --prose and --model"):
+        measure(task_files=None)
 
 
 @pytest.mark.slow

@@ -69,8 +69,7 @@ TASKS = ("core/piqa@0", "core/arc_easy@0", "core/lambada_openai@0")
 def _prepare_text(phase: Phase, text: str, tokenizer: str) -> Iterator[None]:
     """Work in a folder for what is large, removed at the end, with the tokenized text in `data`.
 
-    Recipes name this folder relative to it, so that runs are the same wherever the report is. Raises `HeadwaterError`
-    if the report has rows of another text.
+    Recipes name this folder relative to it, so that runs are the same wherever the report is.
     """
     scratch = phase.report.parent / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)  # of a call that was killed
@@ -80,8 +79,6 @@ def _prepare_text(phase: Phase, text: str, tokenizer: str) -> Iterator[None]:
             prepare(TextSource(text), Path("data"), tokenizer, Options(held_out=0.02 if phase.on_gpu else 0.2))
             manifest = read_manifest(Path("data"))
             row = {"text": manifest.sha256[:12], "tokenizer": manifest.tokenizer.sha256[:12]}
-            if row not in phase.measured and any("text" in measured for measured in phase.measured):
-                raise HeadwaterError("The report has rows of another text or tokenizer; choose another --out.")
             phase.put(row, {"documents": manifest.documents, "bytes": manifest.bytes, "tokens": manifest.train.tokens})
             yield
     finally:

@@ -4,6 +4,7 @@ Each phase is a separate process, so that an error or a hanging compiler in one 
 appended to `gpu.jsonl` as soon as it is measured, so whatever ends the command loses nothing that was measured.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import torch
 
 from headwater import __version__
 from headwater.util.errors import HeadwaterError, check_known
-from headwater.util.files import explain_absence
+from headwater.util.files import explain_absence, sha256_of
 from headwater.util.processor import describe_cpu
 from headwater_lab.util.clone import find_commit, today
 from headwater_lab.util.outputs import check_replaceable
@@ -34,6 +35,8 @@ RECOMMENDED = "headwater-base"
 PHASES = ("environment", "correctness", "training", "decoding", "mechanisms", "prose", "conversion")
 # The paths that a phase needs.
 NEEDS = {"prose": ("prose", "tokenizer"), "conversion": ("prose", "model")}
+# All that it reads, if they are given.
+READS = NEEDS | {"conversion": ("prose", "model", "task_files")}
 WRONG, FAILED = "WRONG", "failed"
 # Outcomes of rows that the next call measures again.
 LATE, CUT = "skipped: no time left", "cut"
@@ -110,19 +113,22 @@ def bench_gpu(
 
     inputs: paths by name; phases whose `NEEDS` are not there are left out. tell: called with progress lines. Returns
     the rows of all calls (`list_rows`). Raises `HeadwaterError` for an unknown phase, an input that does not exist, and
-    rows of another device.
+    rows of another device or of other inputs.
     """
     end = time.monotonic() + deadline
     paths = _check_inputs(only, inputs)
-    report = _begin_report(out, device)
-    for name in (name for name in PHASES if name in (only or PHASES)):
-        if missing := [f"--{need}" for need in NEEDS.get(name, ()) if need not in paths]:
-            tell(f"{name}: skipped; give {' and '.join(missing)}")
+    missing = {name: [f"--{need}" for need in NEEDS.get(name, ()) if need not in paths] for name in only or PHASES}
+    digests = _digest_inputs([name for name in missing if not missing[name]], paths)
+    report = _begin_report(out, device, digests)
+    for name in (name for name in PHASES if name in missing):
+        if missing[name]:
+            tell(f"{name}: skipped; give {' and '.join(missing[name])}")
         elif is_finished(read_lines(report), name):
             tell(f"{name}: measured before")
         elif end - time.monotonic() < RESERVE + LEAST:
             tell(f"{name}: no time left; run the command again to continue")
         else:
+            append_line(report, {"phase": name, "inputs": digests[name]})
             _run_phase(name, report, device, end - RESERVE, tell, paths)
     return list_rows(read_lines(report))
 
@@ -137,17 +143,53 @@ def _check_inputs(only: Sequence[str], inputs: Mapping[str, Path | None]) -> dic
     return paths
 
 
-def _begin_report(out: Path, device: str) -> Path:
-    """Begin a call's rows. Raises `HeadwaterError` if the report has rows of another device."""
+def _digest_inputs(phases: Sequence[str], paths: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Compute a digest of each input of these phases."""
+    read = {name: [key for key in READS.get(name, ()) if key in paths] for name in phases}
+    digests = {
+        key: _digest_path(Path(path)) for key, path in paths.items() if any(key in keys for keys in read.values())
+    }
+    return {name: {key: digests[key] for key in keys} for name, keys in read.items()}
+
+
+def _digest_path(path: Path) -> str:
+    """Compute a digest of a file, or of the names and content of the files of a folder. Raises `HeadwaterError`."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    try:
+        for file in files:
+            digest.update(f"{file.relative_to(path).as_posix()}\0{sha256_of(file)}\n".encode())
+    except OSError as error:
+        raise HeadwaterError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
+    return digest.hexdigest()
+
+
+def _begin_report(out: Path, device: str, digests: Mapping[str, Mapping[str, str]]) -> Path:
+    """Begin a call's rows. Raises `HeadwaterError` if the report has rows of another device or of other inputs."""
     report = out.absolute() / REPORT
     check_replaceable(report)
     device_name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else describe_cpu()
     for line in read_lines(report):
         if line.get("device", device_name) != device_name:
             raise HeadwaterError(f"{str(report)!r} has rows of another device, {line['device']}; choose another --out.")
+    for name, inputs in digests.items():
+        if names := _list_changed_inputs(read_lines(report), name, inputs):
+            raise HeadwaterError(
+                f"{str(report)!r} has rows of {name} with another {' and '.join(names)}; choose another --out."
+            )
     out.mkdir(parents=True, exist_ok=True)
     append_line(report, {"headwater": __version__, "device": device_name, "date": today(), "commit": find_commit()})
     return report
+
+
+def _list_changed_inputs(lines: Sequence[Line], phase: str, inputs: Mapping[str, str]) -> list[str]:
+    """List the options of inputs that differ from those of a phase's rows, if it has any."""
+    of_phase = [line for line in lines if line.get("phase") == phase]
+    if not any("row" in line for line in of_phase):
+        return []
+    earlier: dict[str, str] = next((line["inputs"] for line in reversed(of_phase) if "inputs" in line), {})
+    changed = {key for key, _ in earlier.items() ^ inputs.items()}
+    return [f"--{key.replace('_', '-')}" for key in READS.get(phase, ()) if key in changed]
 
 
 def append_line(report: Path, line: Line) -> None:
