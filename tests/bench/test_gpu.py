@@ -134,18 +134,53 @@ def test_what_fails_leaves_the_rest(tmp_path):
     assert seconds == {"fails": 2.0, "works": 1.0, "late": 2.0, "brief": 1.0, "scarce": 2.0}
 
 
-def test_a_row_that_never_ends_is_tried_twice(tmp_path):
-    def end_process():
-        raise SystemExit  # as the end of the process at the deadline, it leaves no result
+def end_process():
+    raise SystemExit  # as the end of the process at the deadline, it leaves no result
 
+
+def end_phase(tmp_path, **row):
+    """Begin the phase environment, and end its process in the middle of a row."""
+    gpu_queue.append_line(tmp_path / "gpu.jsonl", {"phase": "environment", "inputs": {}})
+    with pytest.raises(SystemExit):
+        make_phase(tmp_path).attempt(end_process, **row)
+
+
+def test_a_row_that_never_ends_is_tried_twice(tmp_path):
     for _ in range(2):
-        with pytest.raises(SystemExit):
-            make_phase(tmp_path).attempt(end_process, part="hangs")
+        end_phase(tmp_path, part="hangs")
+        gpu_queue.append_line(tmp_path / "gpu.jsonl", {"phase": "environment", "status": "cut"})
         assert read_rows(tmp_path / "gpu.jsonl") == [{"part": "hangs", "outcome": "cut"}]
     make_phase(tmp_path).attempt(end_process, part="hangs")
     (row,) = read_rows(tmp_path / "gpu.jsonl")
     assert "twice" in row["outcome"]
     assert not gpu_queue.is_open(gpu_queue.list_rows(gpu_queue.read_lines(tmp_path / "gpu.jsonl"))[0])
+
+
+def test_only_a_missed_deadline_counts(tmp_path):
+    """Ctrl-C twice in one row dropped it for good."""
+    for _ in range(3):
+        end_phase(tmp_path, part="long")
+    gpu_queue.append_line(tmp_path / "gpu.jsonl", {"phase": "environment", "status": "cut"})
+    assert make_phase(tmp_path).cuts == [{"part": "long"}]
+    end_phase(tmp_path, part="long")
+    gpu_queue.append_line(tmp_path / "gpu.jsonl", {"phase": "environment", "status": "failed", "error": "killed"})
+    make_phase(tmp_path).attempt(lambda: {"seconds": 1.0}, part="long")
+    assert read_rows(tmp_path / "gpu.jsonl") == [{"part": "long", "seconds": 1.0}]
+
+
+def test_ctrl_c_is_no_missed_deadline(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(SLOW_PHASE.replace('"s": 1.0', '"outcome": "cut"'))
+    monkeypatch.setattr(gpu_queue, "RUN", [str(tmp_path / "slow.py")])
+
+    def interrupt(report, shown, tell):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_queue, "_tell_rows", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_queue.bench_gpu(tmp_path / "out", device="cpu", only=["environment"])
+    lines = gpu_queue.read_lines(tmp_path / "out" / "gpu.jsonl")
+    assert [line["phase"] for line in lines if "inputs" in line] == ["environment"]
+    assert not any("status" in line for line in lines)
 
 
 def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
@@ -213,14 +248,11 @@ def test_a_phase_that_is_cut_keeps_its_rows(tmp_path, monkeypatch):
 def test_cuts_count_since_the_last_new_result(tmp_path):
     """A row that measures others on its way makes progress, so it is not skipped for being cut twice."""
     row, inner, report = {"cache": "pairs"}, {"cache": "control"}, tmp_path / "gpu.jsonl"
-    for each, result in (
-        (row, gpu_queue.CUT),
-        (inner, "ok"),
-        (row, gpu_queue.CUT),
-        (inner, "ok"),
-        (row, gpu_queue.CUT),
-    ):
-        gpu_queue.append_line(report, {"phase": "environment", "row": each, "result": {"outcome": result}})
+    attempt, result = ((row, gpu_queue.CUT), (inner, "ok"))
+    for rows in ([attempt], *[[attempt, result]] * 3):
+        for each, outcome in rows:
+            gpu_queue.append_line(report, {"phase": "environment", "row": each, "result": {"outcome": outcome}})
+        gpu_queue.append_line(report, {"phase": "environment", "status": "cut"})
     phase = gpu.Phase("environment", report, "cpu", 60.0)
     assert phase.cuts == [row] * 2
     assert phase.measured == [inner]

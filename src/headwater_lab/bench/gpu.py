@@ -94,15 +94,28 @@ class Phase:
         self.sizes = ON_GPU if self.on_gpu else ON_CPU
         self.deadline = time.monotonic() + seconds
         self.measured: list[Measurement] = []
-        self.cuts: list[Measurement] = []  # since the last new result: a row may contain the work of others
+        self.cuts: list[Measurement] = []  # at deadlines, since the last new result
+        attempted: list[Measurement] = []
         for line in read_lines(report):
-            if line.get("phase") != name or "row" not in line:
+            if line.get("phase") != name:
                 continue
-            if line["result"].get("outcome") == CUT:
-                self.cuts.append(line["row"])
-            elif not is_open(line) and line["row"] not in self.measured:
-                self.measured.append(line["row"])
-                self.cuts.clear()
+            if "row" in line:
+                self._read_row(line, attempted)
+            elif "status" in line or "inputs" in line:
+                self.cuts += attempted if line.get("status") == CUT else []
+                attempted.clear()
+
+    def _read_row(self, line: Measurement, attempted: list[Measurement]) -> None:
+        """Read a row of an earlier process. attempted: rows without a result, which may contain the work of others."""
+        row = line["row"]
+        if line["result"].get("outcome") == CUT:
+            attempted.append(row)
+        elif not is_open(line) and row not in self.measured:
+            self.measured.append(row)
+            self.cuts.clear()
+            attempted.clear()
+        elif row in attempted:
+            attempted.remove(row)
 
     def put(self, row: Measurement, result: Measurement) -> None:
         """Write a row at once. row: what is measured; result: the figures."""
