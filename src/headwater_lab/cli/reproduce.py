@@ -33,7 +33,7 @@ def reproduce_table(
     """Train the models behind a paper's table or figure, and judge its claims. Run it again to resume.
 
     arguments: A table, PAPER/TABLE, and dotted.key=value overrides of its recipes.
-    scale: cpu: minutes to an hour and a half on two cores; gpu: up to a day on one GPU; paper: the paper's own.
+    scale: cpu: minutes to 1.6 hours on two cores; gpu: up to a day on one GPU; paper: the paper's own.
     list: List all tables, or one paper's, with the time that they take.
     out: Output folder for runs and results.
     task_files: Task files to use first, as in evaluate.
