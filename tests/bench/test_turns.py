@@ -7,11 +7,15 @@ from functools import partial
 import pytest
 
 from headwater.util.precision import Precision
-from headwater_lab.bench.paired import TurnsInterrupted, take_turns
+from headwater_lab.bench.paired import PairedTimes, TurnsInterrupted, take_turns
 from headwater_lab.bench.shapes import StepShape
 from headwater_lab.bench.training_speed import bench_steps, mechanism_pair
 
 TINY = StepShape(layers=1, width=64, vocab_size=17, context=8, batch_size=1)
+
+
+def test_quartiles_lie_within_the_measured_ratios():
+    assert PairedTimes([2.0, 1.0], [1.0, 1.0]).quartiles == (1.25, 1.75)
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 5])

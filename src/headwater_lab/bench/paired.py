@@ -39,7 +39,7 @@ class PairedTimes:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        low, _, high = statistics.quantiles(self.ratios, n=4)
+        low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
         return low, high
 
     def write_cells(self) -> dict[str, str]:
