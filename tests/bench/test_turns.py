@@ -18,6 +18,12 @@ def test_quartiles_lie_within_the_measured_ratios():
     assert PairedTimes([2.0, 1.0], [1.0, 1.0]).quartiles == (1.25, 1.75)
 
 
+def test_heads_have_the_channels_that_the_help_names(run):
+    assert StepShape(width=192).config(8)["num_attention_heads"] == 3
+    code, _, err = run("bench", "train", "--width", 100)
+    assert (code, "width must be a multiple of 64, not 100, since heads have 64 channels." in err) == (2, True)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 5])
 def test_whole_turns_are_kept(turns):
     calls = []

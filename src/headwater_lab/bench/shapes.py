@@ -3,6 +3,11 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headwater.util.errors import HeadwaterError
+
+# Channels of a head.
+HEAD_DIM = 64
+
 
 def set_minimum(least: int, default: int) -> Any:
     """Declare a field with a minimum, which the command line checks."""
@@ -26,12 +31,18 @@ class Benchmark:
 class ModelShape:
     """Sizes of the timed models.
 
-    width: Width of the model, whose heads have 64 channels.
+    width: Width of the model, a multiple of 64, since heads have 64 channels.
     """
 
     layers: int = set_minimum(1, 12)
     width: int = set_minimum(64, 768)
     vocab_size: int = set_minimum(1, 50304)
+
+    def __post_init__(self) -> None:
+        if self.width % HEAD_DIM:
+            raise HeadwaterError(
+                f"width must be a multiple of {HEAD_DIM}, not {self.width}, since heads have {HEAD_DIM} channels."
+            )
 
     def config(self, tokens: int) -> dict[str, Any]:
         """Make a config's sizes, for rows of this many tokens."""
@@ -40,7 +51,7 @@ class ModelShape:
             hidden_size=self.width,
             intermediate_size=-(-8 * self.width // 3 // 64) * 64,
             num_hidden_layers=self.layers,
-            num_attention_heads=self.width // 64,
+            num_attention_heads=self.width // HEAD_DIM,
             max_position_embeddings=tokens,
         )
 
