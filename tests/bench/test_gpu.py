@@ -402,7 +402,7 @@ def test_a_queue_killed_after_every_step_has_the_rows_of_an_undisturbed_one(inpu
     assert kills >= len(gpu_queue.PHASES) + 3 + 6 - 2  # sizes and caches; a row may follow another too fast
     again = gpu_queue.list_rows(gpu_queue.read_lines(report))
     quality = [{**row["row"], **row["result"]} for row in rows if row["phase"] in gpu_queue.NEEDS]
-    assert len(quality) == 2 + (2 + 3 * 4) + 3 * 2 + 7  # texts, runs, arms of sizes, caches
+    assert len(quality) == 2 + 3 * 4 + 3 * 2 + 7  # texts, runs, arms of sizes, caches
     assert {row["rate tuned at"] for row in quality if "arm" in row} == {"small"}
     assert list_results(again) == list_results(rows)
     assert {path.name for path in report.parent.iterdir()} == {"gpu.jsonl", "runs"}
