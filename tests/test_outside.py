@@ -367,14 +367,14 @@ class Acting(Mechanism):
     """Names no options, and no stage either."""
 
     @staticmethod
-    def change(q, kv):
-        return q, kv
+    def change(x):
+        return x
 
-    def transform_qkv(self, q, kv, context):
-        return self.change(q, kv)
+    def transform_qkv(self, x, context):
+        return self.change(x)
 
-    def transform_qvk(self, q, kv, context):
-        return q, kv
+    def transform_qvk(self, x, context):
+        return x
 
 
 @pytest.mark.parametrize(
@@ -409,9 +409,9 @@ def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda q, kv: (q, kv._replace(k=kv.k[:, :1])), r"transform_qkv\(\) returned shapes .*, not"),
-        (lambda q, kv: kv, r"transform_qkv\(\) returned shapes"),
-        (lambda q, kv: None, r"transform_qkv\(\) returned shapes \[\], not"),
+        (lambda x: x._replace(k=x.k[:, :1]), r"transform_qkv\(\) returned shapes .*, not"),
+        (lambda x: x[1:], r"transform_qkv\(\) returned shapes"),
+        (lambda x: None, r"transform_qkv\(\) returned shapes \[\], not"),
     ],
 )
 def test_a_stage_that_returns_other_shapes_is_refused(monkeypatch, returned, said):
@@ -812,7 +812,7 @@ GATED = '''
 import torch
 from torch import nn
 
-from headwater.mechanisms import KV, Cost, Mechanism
+from headwater.mechanisms import Cost, Mechanism
 from headwater.config.plan import Source
 
 GATE = 8  # channels of the stream that the gate reads
@@ -889,11 +889,11 @@ class GatedTable(Mechanism):
             saved=2 * heads * d + 3 * heads,
         )
 
-    def transform_qkv(self, q, kv, context):
-        x, rows = (context.sources[slot] for slot in self.slots)
+    def transform_qkv(self, x, context):
+        stream, rows = (context.sources[slot] for slot in self.slots)
         rows = self.conv(rows[..., self.columns].mT).mT.unflatten(2, (self.heads, -1)).transpose(1, 2)
-        gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]) / self.heat) * self.strength.to(x.dtype)
-        return q, KV(kv.k, kv.v + gate.mT[..., None] * rows)
+        gate = 2 * torch.sigmoid(self.gate(stream[..., : self.gate.in_features]) / self.heat)
+        return x._replace(v=x.v + (gate * self.strength.to(gate.dtype)).mT[..., None] * rows)
 
     def choose_group(self, parameter):
         return "convolutions" if parameter == "conv.weight" else None

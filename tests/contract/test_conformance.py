@@ -18,7 +18,7 @@ MINE = '''
 import torch
 from torch import nn
 
-from headwater.mechanisms import KV, Ancestors, Context, Cost, Mechanism
+from headwater.mechanisms import QKV, Ancestors, Context, Cost, Mechanism
 
 
 class Mine(Mechanism):
@@ -53,14 +53,14 @@ class Mine(Mechanism):
         width = len(plan.v_heads) * config.head_dim
         table = config.vocab_size * width
         return Cost(
-            parameters=len(plan.v_heads) + table + width, flops=2 * width, saved=2 * width, looked_up=table
+            parameters=len(plan.v_heads) + table + width, flops=2 * width, saved=2 * width, unread_parameters=table
         )
 
     def count_token_tables(self, parameter):
         return int(parameter == "table.weight")
 
-    def transform_qkv(self, q, kv, context):
-        v, length, before, name = kv.v, kv.v.shape[2], None, f"{self.registered_name()}.v"
+    def transform_qkv(self, x, context):
+        v, length, before, name = x.v, x.v.shape[2], None, f"{self.registered_name()}.v"
         branches = isinstance(context.reach, Ancestors)
         if context.tail is not None:
             before = context.tail.update_tail(name, v, self.back, everything=branches)
@@ -72,7 +72,7 @@ class Mine(Mechanism):
             if context.reach is not None:
                 past = past * (context.reach >= self.back)[:, None, :, None]
         rows = self.mix(self.table(context.ids).mT).mT.unflatten(2, (v.shape[1], -1)).transpose(1, 2)
-        return q, KV(kv.k, v + self.weight[:, None, None].to(v.dtype) * past + rows.to(v.dtype))
+        return QKV(x.q, x.k, v + self.weight[:, None, None].to(v.dtype) * past + rows.to(v.dtype))
 '''
 # What is broken, and the tests that are to see it.
 BROKEN = {
@@ -90,15 +90,15 @@ BROKEN = {
         "test_work_grows_with_the_tokens_alone",
     ),
     "square": (
-        "return q, KV(kv.k, v +",
-        "return q, KV(kv.k, v + 0 * (v @ v.mT @ v) +",
+        "return QKV(x.q, x.k, v +",
+        "return QKV(x.q, x.k, v + 0 * (v @ v.mT @ v) +",
         "test_work_grows_with_the_tokens_alone",
     ),
     "leak": ("(context.reach >= self.back)", "(context.reach >= 0)", "test_packed_documents_equal_separate"),
     "cost": ("parameters=len(plan.v_heads) +", "parameters=", "test_parameters_are_counted"),
     "flops": ("flops=2 * width", "flops=width", "test_work_grows_with_the_tokens_alone"),
-    "looked up": (", looked_up=table", "", "test_tables_are_looked_up"),
-    "training": ("kv.k, v + self", "kv.k, (1 + self.training) * v + self", "test_training_computes"),
+    "looked up": (", unread_parameters=table", "", "test_tables_are_looked_up"),
+    "training": ("x.k, v + self", "x.k, (1 + self.training) * v + self", "test_training_computes"),
     "start": (", generator=generator) if", ") if", "test_starts_are_drawn_by_name"),
     "gradient": (
         "self.weight[:, None, None].to",
@@ -115,7 +115,7 @@ import torch
 from torch import nn
 
 from headwater.mechanisms.enlarging import SAME, Dim
-from headwater.mechanisms import KV, Ancestors, Cost, Mechanism
+from headwater.mechanisms import QKV, Ancestors, Cost, Mechanism
 
 
 class Mine(Mechanism):
@@ -162,8 +162,8 @@ class Mine(Mechanism):
     def transform_block_output(self, x, context):  # not in its plan
         return x + 0.1 * x.roll(1, 1)
 
-    def transform_qkv(self, q, kv, context):
-        k, v, before, branches = kv.k, kv.v, None, isinstance(context.reach, Ancestors)
+    def transform_qkv(self, x, context):
+        q, k, v, before, branches = *x, None, isinstance(context.reach, Ancestors)
         if k.shape[1]:
             if context.tail is not None:
                 before = context.tail.update_tail(f"{self.registered_name()}.k", k, 1, everything=branches)
@@ -176,13 +176,13 @@ class Mine(Mechanism):
                     last = last * (context.reach >= 1)[:, None, :, None]
             taps = self.taps[:, :, None, None].to(k.dtype)
             k = taps[0] * k + taps[1] * last
-        return q, KV(k, v * self.gain[:, None, None].to(v.dtype))
+        return QKV(q, k, v * self.gain[:, None, None].to(v.dtype))
 '''
 UNTRUE = {
     "identity": ('{"begin": 0.0}', '{"begin": 0.01}', "test_identity_changes_nothing"),
     "identity's options": ('options | {"begin": 0.0}', '{"begin": 0.0}', "test_identity_changes_nothing"),
-    "mixed heads": ("return q, KV(k, v *", "return q, KV(k, v.mean(1, True) + v *", "test_heads_and_tokens"),
-    "mixed queries": ("return q, KV", "return q + q.flip(1), KV", "test_heads_and_tokens"),
+    "mixed heads": ("return QKV(q, k, v *", "return QKV(q, k, v.mean(1, True) + v *", "test_heads_and_tokens"),
+    "mixed queries": ("return QKV(q,", "return QKV(q + q.flip(1),", "test_heads_and_tokens"),
     "undeclared": ('(SAME, Dim("k"))', "()", "test_heads_and_tokens"),
     "grown otherwise": ('Dim("v")', "SAME", "test_growth_keeps"),
     "of other heads": ('Dim("v")', 'Dim("q")', "test_heads_and_tokens"),

@@ -9,7 +9,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM, kernels
 from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.kernels.fused_shift import TracedShift
-from headwater.mechanisms.contract import KV, Context
+from headwater.mechanisms.contract import QKV, Context
 from headwater.mechanisms.kv_shift import KVShift, shift
 from headwater.mechanisms.shift import dynamic_shift
 from headwater.models.cache import HeadwaterLayer
@@ -119,8 +119,8 @@ def test_shift_computes_bf16_in_fp32(reach):
 
 def test_keys_and_values_are_shifted_by_their_own_scalars():
     module, k, v, q = mechanism(), random(B, K, T, D), random(B, K, T, D), random(B, 2 * K, T, D)
-    same_q, shifted = module.transform_qkv(q, KV(k, v), Context([]))
-    assert same_q is q
+    shifted = module.transform_qkv(QKV(q, k, v), Context([]))
+    assert shifted.q is q
     assert_near(shifted.k, shift_naively(k, module.alpha), 1e-12)
     assert_near(shifted.v, shift_naively(v, module.beta), 1e-12)
 
@@ -128,7 +128,7 @@ def test_keys_and_values_are_shifted_by_their_own_scalars():
 def test_layer_without_values_has_no_beta():
     module, k, none = mechanism(value_heads=0), random(B, K, T, D), random(B, 0, T, D)
     assert dict(module.named_parameters()).keys() == {"alpha"}
-    _, shifted = module.transform_qkv(k, KV(k, none), Context([]))
+    shifted = module.transform_qkv(QKV(k, k, none), Context([]))
     assert shifted.v is none
     assert_near(shifted.k, shift_naively(k, module.alpha), 1e-12)
 
@@ -141,7 +141,7 @@ def test_chunks_with_a_tail_equal_one_row(chunks, reach):
     for chunk in chunks:
         begin, end = end, end + chunk
         context = Context([], None if reach is None else reach[:, begin:end], tail)
-        parts.append(module.transform_qkv(k, KV(k[:, :, begin:end], v[:, :, begin:end]), context)[1])
+        parts.append(module.transform_qkv(QKV(k, k[:, :, begin:end], v[:, :, begin:end]), context))
     border = frozenset() if reach is None else starts(reach)
     assert_near(torch.cat([part.k for part in parts], 2), shift_naively(k, module.alpha, border), 1e-12)
     assert_near(torch.cat([part.v for part in parts], 2), shift_naively(v, module.beta, border), 1e-12)

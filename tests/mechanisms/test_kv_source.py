@@ -15,7 +15,7 @@ from conftest import assert_near, build, config, shared, tokens
 from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM
 from headwater.config.planner import plan_layers
 from headwater.cost import counts as cost
-from headwater.mechanisms.contract import KV, Mechanism
+from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
@@ -234,8 +234,8 @@ class ValueNorm(Mechanism):
     def build_module(cls, options, config, plan):
         return cls()
 
-    def transform_qkv(self, q, kv, context):
-        return q, KV(kv.k, kv.v * (kv.v.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt())
+    def transform_qkv(self, x, context):
+        return x._replace(v=x.v * (x.v.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt())
 
 
 def ours_like(theirs, kinds: str, last: int, window: int | None) -> HeadwaterForCausalLM:

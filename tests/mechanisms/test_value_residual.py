@@ -5,7 +5,7 @@ from conftest import assert_near, build, config, random, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
-from headwater.mechanisms.contract import KV, Context
+from headwater.mechanisms.contract import QKV, Context
 from headwater.mechanisms.value_residual import PlusWeights, ValueResidual
 from headwater.testing import naive
 from references import reference
@@ -32,7 +32,7 @@ def test_values_and_gradients_equal_naive(mode, length):
     module = mechanism(mode)
     first, own = (random(2, 3, length, 4).requires_grad_() for _ in range(2))
     inputs = [first, own, *module.parameters()]
-    actual = module.transform_qkv(own, KV(own, own), Context([first]))[1].v
+    actual = module.transform_qkv(QKV(own, own, own), Context([first])).v
     expected = expected_values(module, first, own)
     weigh = random(*actual.shape)
     assert_near(actual, expected, 1e-12)
@@ -43,29 +43,29 @@ def test_values_and_gradients_equal_naive(mode, length):
 @pytest.mark.parametrize("mode", MODES)
 def test_non_contiguous_values(mode):
     module, first, own = mechanism(mode), random(2, 5, 3, 4).transpose(1, 2), random(2, 5, 3, 4).transpose(1, 2)
-    actual = module.transform_qkv(own, KV(own, own), Context([first]))[1].v
+    actual = module.transform_qkv(QKV(own, own, own), Context([first])).v
     assert_near(actual, expected_values(module, first, own), 1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_new_tokens(mode):
     empty = random(2, 3, 0, 4)
-    assert mechanism(mode).transform_qkv(empty, KV(empty, empty), Context([empty]))[1].v.shape == empty.shape
+    assert mechanism(mode).transform_qkv(QKV(empty, empty, empty), Context([empty])).v.shape == empty.shape
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_queries_and_keys_are_left_alone(mode):
     q, k, v = random(2, 4, 5, 4), random(2, 2, 5, 4), random(2, 2, 5, 4)
-    same_q, kv = mechanism(mode).transform_qkv(q, KV(k, v), Context([v]))
-    assert same_q is q
-    assert kv.k is k
+    qkv = mechanism(mode).transform_qkv(QKV(q, k, v), Context([v]))
+    assert qkv.q is q
+    assert qkv.k is k
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_values_keep_their_precision(mode):
     first, own = (random(2, 3, 5, 4).bfloat16() for _ in range(2))
     module = mechanism(mode).float()
-    assert module.transform_qkv(own, KV(own, own), Context([first]))[1].v.dtype == torch.bfloat16
+    assert module.transform_qkv(QKV(own, own, own), Context([first])).v.dtype == torch.bfloat16
 
 
 # In a model

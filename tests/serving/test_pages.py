@@ -101,7 +101,7 @@ def test_raw_tokens_without_room_are_an_error(monkeypatch):
     engine.bind_memory(torch.zeros(4, engine.page.size, dtype=torch.uint8))
     engine.batch = FlatBatch(torch.tensor([0, 2]), torch.tensor([2]), torch.tensor([[1]]), 4)
     monkeypatch.setattr(
-        KVShift, "transform_qkv", lambda self, q, kv, context: [context.tail.update_tail("x", q, 9), (q, kv)][1]
+        KVShift, "transform_qkv", lambda self, x, context: [context.tail.update_tail("x", x.q, 9), x][1]
     )
     with pytest.raises(HeadwaterError, match="leaves no room; declare them as tails"):
         model.model.serve_tokens(torch.tensor([1, 2]), engine.batch.position, engine)

@@ -38,9 +38,6 @@ class Stage(Enum):
     FEED_FORWARD_OUTPUT = "transform_feed_forward_output"
     BLOCK_OUTPUT = "transform_block_output"
 
-    # Enum hashes a member's name in Python, which takes longer than a stage at which nothing acts.
-    __hash__ = object.__hash__
-
     @classmethod
     def of(cls, method: Callable[..., Any]) -> Stage:
         """The stage of a method, such as `Mechanism.transform_qkv`. Raises `HeadwaterError` for any other method."""
@@ -100,13 +97,13 @@ class Cost(NamedTuple):
     parameters: trainable numbers.
     flops: matmul FLOPs of the forward pass per token, 2 per multiply-add; elementwise operations are not counted.
     saved: numbers per token that autograd keeps for the backward pass.
-    looked_up: parameters that a token does not read, in tables from which it reads only a few rows.
+    unread_parameters: parameters that a token does not read, in tables from which it reads only a few rows.
     """
 
     parameters: int = 0
     flops: int = 0
     saved: int = 0
-    looked_up: int = 0
+    unread_parameters: int = 0
 
 
 class Attends(NamedTuple):

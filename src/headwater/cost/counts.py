@@ -378,7 +378,7 @@ def state_bytes(
     layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)
     weights = precision.weights.itemsize * sum(counts.values())
-    matrices = sum(counts[name] - layers[name].looked_up for name in ("attention", "feed-forward"))
+    matrices = sum(counts[name] - layers[name].unread_parameters for name in ("attention", "feed-forward"))
     if isinstance(config, HeadwaterVisionConfig):
         matrices += config.hidden_size * (_patch_numbers(config) + config.num_labels)
     else:
@@ -399,6 +399,6 @@ def weights_read(config: HeadwaterConfig) -> int:
     """Weights read to generate a token: all but the rows of embeddings and other tables that are not looked up."""
     layers = _count_layers(config, plan_layers(config))
     counts = _sum_parameters(config, layers)
-    tables = _add_up(layers.values()).looked_up + _count_shared(config).looked_up
+    tables = _add_up(layers.values()).unread_parameters + _count_shared(config).unread_parameters
     head = config.vocab_size * config.hidden_size
     return sum(counts.values()) - counts["embedding"] - tables - counts["output head"] + head

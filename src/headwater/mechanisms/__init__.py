@@ -7,7 +7,7 @@ what it does in a headwater model. A class is imported when it is first used.
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
-from headwater.mechanisms.contract import KV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
+from headwater.mechanisms.contract import KV, QKV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
 from headwater.plugins.registry import MECHANISM_CLASSES as _MODULES
 
 if TYPE_CHECKING:  # for editors and type checkers; tests/test_api.py compares it with the folder
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # for editors and type checkers; tests/test_api.py compares i
     from headwater.mechanisms.value_residual import PlusWeights as PlusWeights
     from headwater.mechanisms.value_residual import ValueResidual as ValueResidual
 
-__all__ = ["KV", "Ancestors", "AttentionInputs", "Context", "Cost", "Hidden", "Mechanism"]
+__all__ = ["KV", "QKV", "Ancestors", "AttentionInputs", "Context", "Cost", "Hidden", "Mechanism"]
 __all__ += sorted(_MODULES)
 
 

@@ -27,7 +27,7 @@ from headwater.config.plan import Attends, LayerPlan, Part, Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown, Step
-from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
+from headwater.mechanisms.contract import KV, QKV, Context, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.plugins.registry import has_own, in_order, resolve
@@ -89,8 +89,8 @@ class Blend(KeepsPrecision, Mechanism):
         """x [B, K, T, d] -> each head mixed with the mean of its group."""
         return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
 
-    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        return q, KV(self.pool_groups(kv.k), self.pool_groups(kv.v))
+    def transform_projections(self, x: QKV, context: Context) -> QKV:
+        return QKV(x.q, self.pool_groups(x.k), self.pool_groups(x.v))
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         keys = self.mix_sources(kv.k, self.keys, context.sources)

@@ -35,6 +35,14 @@ class KV(NamedTuple):
     v: Tensor
 
 
+class QKV(NamedTuple):
+    """Queries [B, H, T, d], and keys and values of the new tokens as in `KV`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
 class AttentionInputs(NamedTuple):
     """The inputs of a block's queries, keys and values (None: it has none), and the residual stream: [B, T, D]."""
 
@@ -259,16 +267,16 @@ class Mechanism(nn.Module):
         """Transform x [B, T, D] -> same, after the norm before attention, once for each of `LayerPlan.inputs`."""
         return x
 
-    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_projections(self, x: QKV, context: Context) -> QKV:
         """Transform projections as `transform_qkv` does, before `qk_norm`: what other layers read as projected.
 
         A layer's own tensors are not in `context.sources` yet.
         """
-        return q, kv
+        return x
 
-    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_qkv(self, x: QKV, context: Context) -> QKV:
         """Transform q [B, H, T, d], k and v [B, heads, T, d] -> same, after projection, before RoPE and the cache."""
-        return q, kv
+        return x
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         """Transform what all K heads attend to, k and v [B, K, S, d] -> same, after RoPE and the cache.

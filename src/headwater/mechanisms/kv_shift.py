@@ -29,7 +29,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Part, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
+from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_own_values
@@ -160,9 +160,9 @@ class KVShift(KeepsPrecision, Mechanism):
             return shift_second(x, 3, (x.shape[3] + 1) // 2, reach, previous)
         return shift(x, self.taps(kind), reach, previous)
 
-    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        k, v, q = self(kv.k, kv.v, q, context.reach, context.tail)  # by __call__, where accelerate's hooks load it
-        return q, KV(k, v)
+    def transform_qkv(self, x: QKV, context: Context) -> QKV:
+        k, v, q = self(x.k, x.v, x.q, context.reach, context.tail)  # by __call__, where accelerate's hooks load it
+        return QKV(q, k, v)
 
     # In a headwater model
 

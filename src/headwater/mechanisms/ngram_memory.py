@@ -34,7 +34,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues, Reach, Tail
+from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
@@ -261,9 +261,9 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def update_residual(self, x: Tensor, context: Context) -> Tensor:
         return self(x, x, self.table(context.ids, context.reach, context.tail))
 
-    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_qkv(self, x: QKV, context: Context) -> QKV:
         rows = self.table(context.ids, context.reach, context.tail)
-        return q, kv._replace(v=self(kv.v, context.x, rows))
+        return x._replace(v=self(x.v, context.x, rows))
 
     # In a headwater model
 
@@ -333,7 +333,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
             + (options["rank"] or 0)
             + (options["gate"] != "none") * width
             + match * ((3 + (options["target"] == "stream")) * config.hidden_size + 7),
-            looked_up=table,
+            unread_parameters=table,
         )
 
     @classmethod

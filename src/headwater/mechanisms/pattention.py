@@ -345,7 +345,7 @@ class Pattention(Mechanism):
             parameters=keys * d_in + pairs * d_out,
             flops=2 * keys * d_in,
             saved=read_pairs * (7 if heads else 5) + lists * theta + 6,
-            looked_up=max(0, pairs - read_pairs) * d_out,
+            unread_parameters=max(0, pairs - read_pairs) * d_out,
         )
 
     # Capabilities

@@ -33,7 +33,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import Kept, LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
+from headwater.mechanisms.contract import QKV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
@@ -153,11 +153,11 @@ class ShortConv(KeepsPrecision, Mechanism):
         token_taps = token_taps.unflatten(2, (x.shape[1], -1)).permute(3, 0, 2, 1)[..., None]
         return dynamic_shift(x, taps, token_taps, reach, previous)
 
-    def transform_projections(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        def convolved(site: str, x: Tensor) -> Tensor:
-            return self(x, site, context.reach, context.tail, context.x) if site in self.tails else x
+    def transform_projections(self, x: QKV, context: Context) -> QKV:
+        def convolved(site: str, y: Tensor) -> Tensor:
+            return self(y, site, context.reach, context.tail, context.x) if site in self.tails else y
 
-        return convolved("queries", q), KV(convolved("keys", kv.k), convolved("values", kv.v))
+        return QKV(*map(convolved, PARTS, x))
 
     def of_stream(self, x: Tensor, name: str, context: Context) -> Tensor:
         """x [B, T, channels], convolved with the taps of a name."""

@@ -23,7 +23,7 @@ from headwater.config.plan import Heads, LayerPlan, Source, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
+from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import (
@@ -125,13 +125,13 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             return torch.addcmul(v, rows_BKTd, gate_BTK.transpose(1, 2).unsqueeze(3).to(v.dtype))
         return v + rows_BKTd if self.scalar is None else torch.addcmul(v, rows_BKTd, self.scalar.to(v.dtype))
 
-    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
+    def transform_qkv(self, x: QKV, context: Context) -> QKV:
         if self.table is not None:
-            return q, kv._replace(v=self(kv.v, context.x, context.ids))
+            return x._replace(v=self(x.v, context.x, context.ids))
         rows = context.sources[self.slot][self.index]
         if self.chosen is not None:
             rows = rows.unflatten(2, (-1, self.width))[:, :, self.chosen].flatten(2)
-        return q, kv._replace(v=self(kv.v, context.x, rows=rows))
+        return x._replace(v=self(x.v, context.x, rows=rows))
 
     # In a headwater model
 
@@ -190,7 +190,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
             saved=(options["gate"] != "none") * (rank > 0 or table > 0) * width
             + (table > 0) * rank
             + (options["gate"] == "sigmoid") * 2 * heads,
-            looked_up=table,
+            unread_parameters=table,
         )
 
     @classmethod
@@ -233,7 +233,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         numbers = options["tables"] * cls.shared_numbers(options, config)
         table = config.vocab_size * numbers
         saved = numbers * (options["gate"] != "none" or options["rank"] is not None)
-        return Cost(parameters=table, saved=saved, looked_up=table)
+        return Cost(parameters=table, saved=saved, unread_parameters=table)
 
     def count_token_tables(self, parameter: str) -> int:
         return int(parameter == "table.weight")

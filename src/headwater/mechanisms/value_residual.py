@@ -29,7 +29,7 @@ from headwater.config.plan import Heads, LayerPlan, Source, choose_heads
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
-from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
+from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.receivers import (
@@ -167,12 +167,9 @@ class ValueResidual(KeepsPrecision, Mechanism):
         weight = context.sources[self.plus].index_select(0, self.receiver)[0] if plus else None
         return self(x, *sources, weight=weight)
 
-    def transform_qkv(self, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        if self.target == "queries":
-            return self.mix(q, context), kv
-        if self.target == "keys":
-            return q, kv._replace(k=self.mix(kv.k, context))
-        return q, kv._replace(v=self.mix(kv.v, context))
+    def transform_qkv(self, x: QKV, context: Context) -> QKV:
+        part = PARTS[self.target]
+        return x._replace(**{part: self.mix(getattr(x, part), context)})
 
     def transform_attention_weights(self, weights: Tensor, context: Context) -> Tensor:
         return self.mix(weights, context)

@@ -18,8 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.contract import KV, Context, Reach
-from headwater.mechanisms.named import Staged, keep_shapes
+from headwater.mechanisms.contract import KV, QKV, Context, Reach
+from headwater.mechanisms.named import Staged
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
@@ -90,12 +90,12 @@ class Attention(Staged, JoinsLinears):
         tensors = [*sources]  # indexed by `LayerPlan.slot`: what the layer reads, then its own in the order of `OWN`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project_inputs(x, key_input, value_input)
-        q, (k, v) = self.transform_heads(Stage.PROJECTIONS, q, KV(k, v), context)
+        q, k, v = self.run_stage(Stage.PROJECTIONS, QKV(q, k, v), context)
         q = norm_heads(self.q_norm, q)
         k = k if self.plan.latent_heads else norm_heads(self.k_norm, k)
         raw_v, v = branch_heads(v, "raw" in self.exported_v)
         tensors += q, k, raw_v  # the raw tensors
-        q, (k, v) = self.transform_heads(Stage.QKV, q, KV(k, v), context)
+        q, k, v = self.run_stage(Stage.QKV, QKV(q, k, v), context)
         tensors.append(v)  # the local value
         q, k = self.rotate_heads(q, k, position_embeddings)
         v = self.choose_stored(k, v, kwargs.get("position_ids"))
@@ -131,13 +131,6 @@ class Attention(Staged, JoinsLinears):
         inputs = self.add_pairs(inputs, context)
         out, weights = self.attend(inputs, context, scaling=self.scaling, **options)
         return self.collect_results(out, weights, context)
-
-    def transform_heads(self, stage: Stage, q: Tensor, kv: KV, context: Context) -> tuple[Tensor, KV]:
-        """Transform queries, keys and values by the mechanisms that act at a stage."""
-        for name in self.stages[stage.value]:
-            transform = getattr(self.mechanisms[name], stage.value)
-            q, kv = keep_shapes(name, stage, (q, kv), transform(q, kv, context))
-        return q, kv
 
     def project_inputs(
         self, x: Tensor, key_input: Tensor | None = None, value_input: Tensor | None = None

@@ -488,7 +488,7 @@ class Contract:
         )
 
     def test_tables_are_looked_up(self, model):
-        """`Cost.looked_up` covers each embedding table, of which a token reads a row."""
+        """`Cost.unread_parameters` covers each embedding table, of which a token reads a row."""
         config, counts = model.config, cost.parameters(model.config)
         head = config.vocab_size * config.hidden_size
         total = sum(counts.values()) - counts["embedding"] - counts["output head"] + head
@@ -496,8 +496,8 @@ class Contract:
         added = [module for name, module in model.named_modules() if "mechanisms." in name]
         tables = sum(module.weight.numel() for module in added if isinstance(module, torch.nn.Embedding))
         assert tables <= stated <= model.num_parameters(), (
-            f"count_cost().looked_up is {stated:,} in all layers, but tables have {tables:,} numbers, and the model "
-            f"{model.num_parameters():,}."
+            f"count_cost().unread_parameters is {stated:,} in all layers, but tables have {tables:,} numbers, and "
+            f"the model {model.num_parameters():,}."
         )
 
     def test_saved_is_what_autograd_keeps(self, case):
