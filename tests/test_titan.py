@@ -294,6 +294,24 @@ def test_processes_read_the_rows_of_our_batches(folder):
         list(rows(2, 3))
 
 
+def test_rows_resume_on_other_processes_after_a_whole_batch(folder):
+    def loader(world, local):
+        sizes = dict(dp_world_size=world, dp_rank=0, seq_len=16, local_batch_size=local)
+        return RecipeLoader.Config(recipe=str(folder / "small.yaml")).build(**sizes)
+
+    def read(loader, count):
+        return torch.cat([inputs["input"] for inputs, _ in islice(loader, count)])
+
+    expected, split = read(loader(1, 8), 2)[8:], loader(2, 2)
+    read(split, 2)
+    resumed = loader(1, 4)
+    resumed.load_state_dict(split.state_dict())
+    assert torch.equal(read(resumed, 2), expected)
+    read(split, 1)
+    with pytest.raises(HeadwaterError, match="saved inside a batch"):
+        resumed.load_state_dict(split.state_dict())
+
+
 def test_a_recipe_gives_the_trainers_config(folder):
     config = ConfigManager().parse_args(["--module", "headwater_lab.titan", "--config", str(folder / "small.yaml")])
     assert config.training.global_batch_size == 16

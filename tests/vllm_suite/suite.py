@@ -177,7 +177,7 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
 
 
-# In half precision vLLM has other kernels. Every mechanism that can be served, and those that read some channels of x.
+# In half precision vLLM has other kernels. Nearly every mechanism that can be served, and some that read channels of x.
 HALF: list[dict] = [
     {},
     {"pattention": {}},
@@ -368,6 +368,14 @@ def test_adapters_need_linear_layers(tmp_path):
     build({"pattention": {}}).save_pretrained(tmp_path)
     with pytest.raises(HeadwaterError, match="no linear layers for LoRA adapters to change"):
         start(tmp_path, enable_lora=True)
+
+
+def test_other_weights_are_refused_in_a_started_engine(tmp_path):
+    """vLLM would report success, and go on with the old ones."""
+    build({"pattention": {}}).save_pretrained(tmp_path)
+    llm = start(tmp_path)
+    with pytest.raises(HeadwaterError, match="loads weights once; start vLLM again"):
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
 
 
 PARALLEL = [

@@ -18,6 +18,10 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
     config = read_config(source)
     check_servable(config)
     names = {option.partition("=")[0].replace("_", "-") for option in options if option.startswith("-")}
+    if "--config" in names:
+        raise HeadwaterError(
+            "With --engine vllm, options override those of a file; pass vLLM's as options, not --config."
+        )
     added = ["--served-model-name", name] * ("--served-model-name" not in names)
     if not torch.cuda.is_available():
         # By default vLLM rounds fp32 models to bf16, and reserves nearly all memory.
@@ -25,7 +29,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         added += ["--dtype", dtype] * ("--dtype" not in names and dtype != "None")
         added += ["--enforce-eager"] * (not names & {"--enforce-eager", "--no-enforce-eager"})
         free = int(available_memory() / 4 / _count_processes(options) // 2**30)  # reserved by each of vLLM's processes
-        if "--kv-cache-memory-bytes" not in names:
+        if not names & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:  # which this variable overrides
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the plugin has not been tested with the new runner
@@ -46,8 +50,9 @@ def _count_processes(options: list[str]) -> int:
     """Count the processes requested from vLLM. An invalid number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", type=int, default=1)
     try:
         parsed, _ = parser.parse_known_args(options)
     except ArgumentError:
         return 1
-    return max(1, parsed.tensor_parallel_size)
+    return max(1, parsed.tensor_parallel_size) * max(1, parsed.data_parallel_size)

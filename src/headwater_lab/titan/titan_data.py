@@ -43,6 +43,7 @@ class RecipeLoader(BaseDataLoader):
                 f"{local_batch_size} rows each; change training.local_batch_size."
             )
         self.share, self.positions = Share(dp_rank, dp_world_size), config.positions
+        self.batches = self.rows // dp_world_size // local_batch_size  # local ones in a batch of the recipe
         self.row = self.batch_index = 0  # first row of the recipe's batch, and its next local batch
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
@@ -53,8 +54,7 @@ class RecipeLoader(BaseDataLoader):
                     "torchtitan's trainer does not support rows in which attention crosses document boundaries and "
                     "mechanisms do not; train this recipe with `headwater train`."
                 )
-            batches = self.rows // self.share.world // self.local
-            while self.batch_index < batches:
+            while self.batch_index < self.batches:
                 rows = slice(self.batch_index * self.local, (self.batch_index + 1) * self.local)
                 self.batch_index += 1
                 ids = batch["input_ids"][rows]
@@ -67,10 +67,18 @@ class RecipeLoader(BaseDataLoader):
             self.row, self.batch_index = self.row + self.rows, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row, "part": self.batch_index}
+        is_whole = self.batch_index == self.batches
+        row, part = (self.row + self.rows, 0) if is_whole else (self.row, self.batch_index)
+        return {"row": row, "part": part, "split": [self.share.world, self.local]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.row, self.batch_index = state_dict.get("row", 0), state_dict.get("part", 0)
+        if self.batch_index and state_dict["split"] != [self.share.world, self.local]:
+            world, local = state_dict["split"]
+            raise HeadwaterError(
+                f"The run was saved inside a batch, and resumes only with {world} data-parallel processes of {local} "
+                "rows each; set training.local_batch_size to that."
+            )
 
 
 class NoTokenizer(BaseTokenizer):

@@ -58,6 +58,12 @@ def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) 
             raise HeadwaterError(
                 f"{str(checkpoint)!r} belongs to another model: {name} {difference}; pass the config of that model."
             )
+    for name in saved:
+        if name.partition(".")[0] in NAMES and name not in state:
+            raise HeadwaterError(
+                f"{str(checkpoint)!r} belongs to another model: {name} has no place in this one; pass the config of "
+                "that model."
+            )
     try:
         with torch.no_grad():
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # into the model's own tensors

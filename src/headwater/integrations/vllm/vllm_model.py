@@ -54,6 +54,7 @@ class ServedModel(nn.Module, SupportsLoRA):
             self.language = HeadwaterForCausalLM(self.config).eval()
         if vllm_config.lora_config is not None and not any(name != HEAD for name, _ in model_linears(self.language)):
             raise HeadwaterError("This model's layers have no linear layers for LoRA adapters to change.")
+        self.is_loaded = False
         # vLLM requires a layer number in every name.
         shares = list_portions(self.config, vllm_config.parallel_config)
         self.share = shares[get_tensor_model_parallel_rank()]
@@ -82,6 +83,9 @@ class ServedModel(nn.Module, SupportsLoRA):
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load weights. Raises `HeadwaterError` if they do not belong to this model."""
+        if self.is_loaded:
+            raise HeadwaterError("headwater's plugin loads weights once; start vLLM again with the new checkpoint.")
+        self.is_loaded = True
         state, missing = self.language.state_dict(), set(self.language.state_dict())
         for name, tensor in weights:
             if name not in state or state[name].shape != tensor.shape:
