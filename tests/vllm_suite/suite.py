@@ -450,6 +450,7 @@ REFUSED = {
     "adapters": ({}, {}, {"tensor_parallel_size": 2, "enable_lora": True}, "LoRA adapters in one process only"),
     "fp8": ({}, {}, {"kv_cache_dtype": "fp8"}, "not in fp8"),
     "another precision": ({}, {}, {"kv_cache_dtype": "bfloat16"}, "not in bfloat16"),
+    "random weights": ({}, {}, {"load_format": "dummy"}, "weights, not random ones"),
     "embeddings": ({}, {}, {"enable_prompt_embeds": True}, "takes tokens, not embeddings"),
     "long": ({}, GPT2, {"max_model_len": 1024}, "512 learned positions; set max_model_len"),
 }

@@ -68,6 +68,10 @@ def _list_refusals(vllm_config: Any) -> list[tuple[bool, str]]:
             "out tensor_parallel_size.",
         ),
         (
+            vllm_config.load_config.load_format == "dummy",  # which leaves out ServedModel.load_weights
+            "headwater's plugin needs the checkpoint's weights, not random ones; leave out load_format=dummy.",
+        ),
+        (
             model.quantization is not None,
             "headwater's plugin does not support quantization; serve the unquantized weights.",
         ),
