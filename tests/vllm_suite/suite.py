@@ -378,6 +378,18 @@ def test_other_weights_are_refused_in_a_started_engine(tmp_path):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tmp_path)})
 
 
+def test_whole_prompts_and_seeds(tmp_path):
+    """With prompts in parts, vLLM crashes at a seed. A request is preempted."""
+    model, rows = build({"kv_shift": {}}, **GQA), prompts()
+    model.save_pretrained(tmp_path)
+    llm = start(tmp_path, enable_chunked_prefill=False, max_num_batched_tokens=192, num_gpu_blocks_override=12)
+    assert right(model, rows, continued(llm, rows)) == len(rows)
+    options = SamplingParams(seed=1, max_tokens=12, ignore_eos=True, detokenize=False)
+    drawn = llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
+    again = llm.generate([{"prompt_token_ids": row} for row in rows], options, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in drawn] == [one.outputs[0].token_ids for one in again]
+
+
 PARALLEL = [
     ({"value_residual": {}, "skip_layer": {}, "kv_shift": {}}, GQA),
     ({"pattention": {}, "svformer": {}}, TIED),
