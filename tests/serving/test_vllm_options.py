@@ -40,3 +40,5 @@ def test_memory_is_divided_among_all_processes():
     assert _count_processes([]) == _count_processes(["--tensor-parallel-size", "many"]) == 1
     assert _count_processes(["-tp", "2", "--data-parallel-size", "4"]) == 8
     assert _count_processes(["-dp=3"]) == 3
+    assert _count_processes(["-tp", "2", "-dp", "4", "-dpl", "2"]) == 4  # the others run on other machines
+    assert _count_processes(["--data_parallel_size_local=2", "--data-parallel-size=4"]) == 2

@@ -49,12 +49,14 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
 
 
 def _count_processes(options: list[str]) -> int:
-    """Count the processes requested from vLLM. An invalid number is left for vLLM to refuse."""
+    """Count the processes requested from vLLM on this machine. An invalid number is left for vLLM to refuse."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", type=int, default=1)
+    parser.add_argument("--data-parallel-size-local", "--data_parallel_size_local", "-dpl", type=int)
     try:
         parsed, _ = parser.parse_known_args(options)
     except ArgumentError:
         return 1
-    return max(1, parsed.tensor_parallel_size) * max(1, parsed.data_parallel_size)
+    copies = parsed.data_parallel_size_local or parsed.data_parallel_size
+    return max(1, parsed.tensor_parallel_size) * max(1, copies)
