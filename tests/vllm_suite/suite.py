@@ -10,6 +10,7 @@ import gc
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -679,3 +680,16 @@ def test_a_killed_server_starts_again(server):
         client.models.list()
     server.start()
     assert client.completions.create(**asked, max_tokens=12).choices[0].text == before
+
+
+def test_the_snippet_of_the_documentation_runs(server):
+    """As a script, which vLLM's processes import too."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```\n(from vllm .*?)```", page, re.DOTALL)
+    script = server.folder / "snippet.py"
+    script.write_text(code.replace("CHECKPOINT", str(server.folder)))
+    ours = ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert re.search(r"\bw\d+", ended.stdout), ended.stdout[-3000:]
