@@ -51,6 +51,7 @@ from headwater.integrations.vllm import register
 from headwater.integrations.vllm import vllm_engine as engine
 from headwater.integrations.vllm.flash import FlashEngine
 from headwater.integrations.vllm.vllm_engine import CPUEngine
+from headwater.plugins.registry import MECHANISMS
 from headwater.testing.small_models import disturb
 
 SIZES: dict[str, Any] = dict(
@@ -87,6 +88,7 @@ CASES: list[tuple[dict, dict, int, bool]] = [
     ({"short_conv": {"sites": ["attention_input", "feed_forward_hidden", "values"]}}, GQA | ALIBI, 2048, True),
     ({"mla": {}}, {"num_key_value_heads": 1, "partial_rotary_factor": 0.5}, 512, True),
     ({"low_rank_kv": {"heads": 2}}, {"sliding_window": 40}, 1024, True),
+    ({"depth_attention": {"queries": 3}, "kv_shift": {}}, GQA, 2048, True),
     ({"low_rank_kv": {}, "kv_source": {}, "kv_shift": {}}, GQA | TWO_KINDS | {"qkv_bias": True}, 512, False),
 ]
 
@@ -178,7 +180,7 @@ def test_tokens_and_bytes(mechanisms, changes, bytes_per_token, speculates, tmp_
     assert inside(llm).blocks.kv_cache.untyped_storage().nbytes() == 24 * page.size
 
 
-# In half precision vLLM has other kernels. Nearly every mechanism that can be served, and some that read channels of x.
+# In half precision vLLM has other kernels. Every mechanism that can be served, and those that read some channels of x.
 HALF: list[dict] = [
     {},
     {"pattention": {}},
@@ -194,17 +196,25 @@ HALF: list[dict] = [
     {"svformer": {}},
     {"kv_source": {"keys": "yoco", "values": "yoco"}},
     {"skip_layer": {}},
+    {"mla": {}},
     {"low_rank_kv": {}},
     {"neutreno": {}},
     {"exclusive": {}},
     {"output_gate": {}},
     {"output_gate": {"channels": 12}},
+    {"depth_attention": {}},
+    {"depth_attention": {"queries": 3, "variant": "inkling_2"}},
     {"mudd": {}},
     {"dense_former": {}},
     {"smear": {"weight": 0.7}},
     {"embedding_residual": {}},
     {"backout": {}},
 ]
+
+
+def test_every_mechanism_that_can_be_served_is_tested():
+    tested, refused = {name for mechanisms in HALF for name in mechanisms}, {"persistent_memory"}
+    assert tested | refused == {*MECHANISMS.built_in}
 
 
 @torch.no_grad()
