@@ -14,7 +14,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.config.configs import DebugConfig
+from torchtitan.config.configs import CommConfig, DebugConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.trainer import Trainer
 
@@ -22,16 +22,14 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.integrations.torchtitan import spec
 from headwater.integrations.torchtitan.titan_checkpoints import theirs_of
-from headwater.mechanisms.capabilities import ActsInTraining
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.plugins.registry import MECHANISMS, resolve
-from headwater.util.errors import HeadwaterError
-from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import find_recipe, load_recipe
+from headwater_lab.titan.recipe_limits import check_hooks, check_recipe
 from headwater_lab.titan.titan_data import NoTokenizer, RecipeLoader
 from headwater_lab.training.attention_choice import set_attention
 from headwater_lab.training.optimizers import parameter_groups
+from headwater_lab.util.machine import set_threads
 
 # torchtitan 0.3 needs this function, which has a public name only in PyTorch after 2.13.
 if not hasattr(dist, "set_timeout"):
@@ -64,7 +62,7 @@ def of_preset(name: str) -> Trainer.Config:
 
 
 def of_recipe(name: str) -> Trainer.Config:
-    """Configure a recipe's model, data, optimizer and schedule.
+    """Configure all that `FOLLOWED` and `CHOICES` list. Sets the CPU threads of this process.
 
     Raises `HeadwaterError` if the recipe cannot be read, or needs a feature that torchtitan's trainer lacks.
     """
@@ -74,6 +72,7 @@ def of_recipe(name: str) -> Trainer.Config:
     data = recipe.data.build()
     config = recipe.config_for(data)
     check_hooks(config)
+    set_process(recipe)
     batch_size = training.batch_size
     # torchtitan adds up the gradients of as many forward passes as the global batch takes.
     local = max(1, batch_size // int(os.environ.get("WORLD_SIZE", "1")))
@@ -104,7 +103,14 @@ def of_recipe(name: str) -> Trainer.Config:
         loss=CrossEntropyLoss.Config(),
         compile=CompileConfig(enable=torch.cuda.is_available() if training.compile is None else training.compile),
         activation_checkpoint=FullAC.Config() if training.gradient_checkpointing else None,
-        metrics=MetricsProcessor.Config(log_freq=reporting.log_every, enable_tensorboard=reporting.tensorboard),
+        comm=CommConfig(
+            init_timeout_seconds=60 * training.timeout_minutes, train_timeout_seconds=60 * training.timeout_minutes
+        ),
+        metrics=MetricsProcessor.Config(
+            log_freq=reporting.log_every,
+            enable_tensorboard=reporting.tensorboard,
+            enable_wandb=reporting.wandb is not None,
+        ),
         checkpoint=CheckpointManager.Config(
             enable=True,
             interval=reporting.save_every or training.steps,
@@ -114,40 +120,12 @@ def of_recipe(name: str) -> Trainer.Config:
     )
 
 
-def check_recipe(recipe: Recipe) -> None:
-    """Raise `HeadwaterError` for settings that torchtitan's trainer would silently ignore."""
-    training = recipe.training
-    for section in ("start", "stages", "compare"):
-        if getattr(recipe, section):
-            raise HeadwaterError(
-                f"torchtitan's trainer trains one model from scratch, and this recipe has {section}; remove the "
-                "section, or use `headwater train` or `headwater compare`."
-            )
-    for field, supported in {
-        "optimizer": ("adamw",),
-        "schedule": ("cosine", "constant"),
-        "z_loss": (0.0,),
-        "loss_chunk_tokens": (None,),
-        "trainable_mechanisms": (None,),
-        "ema_decay": (None,),
-        "distillation": (None,),
-        # FSDP2, which always runs there, casts the weights: bf16-mixed is bf16-stream.
-        "precision": (Precision.FP32, Precision.BF16_MIXED, Precision.BF16_STREAM, Precision.BF16),
-    }.items():
-        if getattr(training, field) not in supported:
-            raise HeadwaterError(
-                f"torchtitan's trainer does not support training.{field}={getattr(training, field)}; set "
-                f"it to {'null' if supported[0] is None else supported[0]}, or use `headwater train`."
-            )
-
-
-def check_hooks(config: HeadwaterConfig) -> None:
-    """Raise `HeadwaterError` for an external mechanism with a hook per step, which torchtitan's trainer never calls."""
-    for name in config.mechanisms:
-        if name not in MECHANISMS.built_in and isinstance(resolve(name), ActsInTraining):
-            raise HeadwaterError(
-                f"torchtitan's trainer does not call prepare_step, which {name!r} has; use `headwater train`."
-            )
+def set_process(recipe: Recipe) -> None:
+    """Set in this process what torchtitan's config has no fields for: CPU threads, the project of Weights & Biases."""
+    if recipe.training.threads is not None:
+        set_threads(recipe.training.threads)
+    if recipe.reporting.wandb is not None:
+        os.environ["WANDB_PROJECT"] = recipe.reporting.wandb
 
 
 def choose_parallelism() -> ParallelismConfig:
