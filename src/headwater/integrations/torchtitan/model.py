@@ -20,7 +20,7 @@ from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from headwater.config.text import HeadwaterConfig
 from headwater.cost.counts import training_flops
 from headwater.integrations.torchtitan.limits import check_model
-from headwater.integrations.torchtitan.titan_checkpoints import ours_of, theirs_of
+from headwater.integrations.torchtitan.titan_checkpoints import EMBEDDING, HEAD, ours_of, theirs_of
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.named import run_shared
 from headwater.models.causal_lm import HeadwaterForCausalLM
@@ -32,7 +32,6 @@ from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
 from headwater.util.errors import HeadwaterError
 
-TIED = "lm_head.weight"
 # The prefix that torchtitan's checkpointing wrapper adds to parameter names inside a block.
 WRAPPED = "_checkpoint_wrapped_module."
 
@@ -208,11 +207,11 @@ class TitanAdapter(StateDictAdapter):
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A model's state dict, by our names; a tied head is left out."""
-        return {ours_of(name): x for name, x in state_dict.items() if not (self.tied and name == TIED)}
+        return {ours_of(name): x for name, x in state_dict.items() if not (self.tied and name == HEAD)}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """The inverse of `to_hf`."""
         tensors = {theirs_of(name): x for name, x in hf_state_dict.items()}
-        if self.tied and "tok_embeddings.weight" in tensors:
-            tensors[TIED] = tensors["tok_embeddings.weight"]
+        if self.tied and EMBEDDING in tensors:
+            tensors[HEAD] = tensors[EMBEDDING]
         return tensors

@@ -20,6 +20,7 @@ NAMES = {
     "norm": "model.norm",
     "lm_head": "lm_head",
 }
+EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
 
 
 def ours_of(name: str) -> str:
@@ -64,9 +65,16 @@ def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) 
                 f"{str(checkpoint)!r} belongs to another model: {name} has no place in this one; pass the config of "
                 "that model."
             )
+    if config.tie_word_embeddings:
+        state[HEAD] = state[HEAD].clone()  # apart from the embedding, to compare what the checkpoint has of both
     try:
         with torch.no_grad():
             dcp.load(state, checkpoint_id=checkpoint, no_dist=True)  # into the model's own tensors
     except (CheckpointException, RuntimeError, OSError) as error:
         raise HeadwaterError(f"{str(checkpoint)!r} cannot be read: {sentence(error)}") from error
+    if config.tie_word_embeddings and not torch.equal(state[HEAD], state[EMBEDDING]):
+        raise HeadwaterError(
+            f"{str(checkpoint)!r} belongs to another model: its output head is not tied to its embedding; pass a "
+            "config with tie_word_embeddings=False."
+        )
     return export_model(model, Path(folder))
