@@ -111,7 +111,11 @@ def made(folder):
     jobs["tp refused"] = {"config": SIZES | {"num_key_value_heads": 1}, "by": ["tp"]}
     for kind, more in {"fsdp": [], "tp": ["--parallelism.tensor_parallel_degree", "2"]}.items():
         arguments = ["--config", str(folder / "small.yaml"), "--dump_folder", str(folder / kind), *more]
-        jobs[f"{kind} trainer"] = {"arguments": arguments}
+        jobs[f"{kind} trainer"] = {"arguments": [*arguments, "--checkpoint.interval", "2"]}
+    arguments = ["--config", str(folder / "small.yaml"), "--dump_folder", str(folder / "resumed")]
+    arguments += ["--checkpoint.initial_load_path", str(folder / "fsdp" / "checkpoint" / "step-2")]
+    arguments += ["--checkpoint.no-initial_load_model_only", "--training.local_batch_size", "2"]
+    jobs["resumed trainer"] = {"arguments": arguments}
     return together(folder, jobs)
 
 
@@ -150,9 +154,12 @@ def ours(folder):
     return HeadwaterForCausalLM.from_pretrained(sorted((folder / "ours").glob("checkpoints/*"))[-1])
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+@pytest.mark.parametrize("kind", ["fsdp", "tp", "resumed"])
 def test_the_trainer_trains_what_we_train(made, folder, ours, kind):
-    """torchtitan's own trainer, of a recipe's file: the same rows, optimizer, clipping and rates."""
+    """torchtitan's own trainer, of a recipe's file: the same rows, optimizer, clipping and rates.
+
+    resumed: after half of the steps, with half as many rows at once.
+    """
     assert "error" not in made[f"{kind} trainer"], made[f"{kind} trainer"]
     checkpoint = f"{made[f'{kind} trainer']}/checkpoint/step-4"
     theirs = HeadwaterForCausalLM.from_pretrained(export(checkpoint, ours.config, folder / f"exported-{kind}"))
