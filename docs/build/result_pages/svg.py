@@ -11,7 +11,6 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from headwater_lab.comparison.statistics import arm_of
 from headwater_lab.reports.comparison import Comparison
 
 INK = "#010203"  # stands for the page's text color
@@ -104,7 +103,7 @@ def draw_curves(comparison: Comparison, title: str) -> str:
     with mpl.rc_context(STYLE):
         figure, axes = _make_figure(7, 3.6)
         for arm in comparison.arms:
-            runs = [record for record in comparison.records if arm_of(record) == arm]
+            runs = [record for record in comparison.records if record.arm == arm]
             points = list(zip(*(run.curve for run in runs), strict=False))
             tokens = [point[0].tokens / 1e6 for point in points]
             losses = [sum(entry.loss for entry in point) / len(point) for point in points]

@@ -84,10 +84,8 @@ def keep_shapes(name: str, stage: Stage, x: Any, y: Any) -> Any:
 
 
 def list_shapes(x: Any) -> list[list[int]]:
-    """List the shapes of the tensors in nested tuples."""
-    if isinstance(x, tuple):
-        return [shape for part in x for shape in list_shapes(part)]
-    return [list(x.shape)] if isinstance(x, Tensor) else []
+    """List the shapes of a tensor, or of those in a tuple."""
+    return [list(part.shape) for part in (x if isinstance(x, tuple) else (x,)) if isinstance(part, Tensor)]
 
 
 def run_shared(

@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
 from scipy import optimize, special
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.statistics import INCONCLUSIVE, arm_of, is_too_wide
+from headwater_lab.comparison.statistics import INCONCLUSIVE, is_too_wide
 from headwater_lab.training.records import RunRecord, same_tokens
 
 Axis = Literal["parameters", "tokens", "flops"]
@@ -154,8 +155,8 @@ def group_sizes(records: Sequence[RunRecord]) -> list[LawSizes]:
 
     All sizes are one group if they do not differ in both. A group may have too few sizes for a law.
     """
-    runs = _choose_baseline_runs([run for run in records if run.status == "finished" and size_of(run)])
-    points = {size_of(run): (count_n(run, "parameters"), count_n(run, "tokens")) for run in runs}
+    runs = _choose_baseline_runs([run for run in records if run.status == "finished" and run.size])
+    points = {run.size: (count_n(run, "parameters"), count_n(run, "tokens")) for run in runs}
     points = dict(sorted(points.items(), key=lambda item: item[1]))
     if any(len(set(column)) < 2 for column in zip(*points.values(), strict=True)):
         return [LawSizes("", list(points))]
@@ -170,7 +171,7 @@ def group_sizes(records: Sequence[RunRecord]) -> list[LawSizes]:
 def _choose_baseline_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Choose the runs of the baseline, at all sizes."""
     baseline = runs[0].experiment.baseline if runs and runs[0].experiment else ""
-    return [run for run in runs if arm_of(run) == baseline]
+    return [run for run in runs if run.arm == baseline]
 
 
 def _split_by_ratio(ratios: Mapping[str, float]) -> list[list[str]]:
@@ -204,12 +205,12 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
     """
     runs, diverged = _split_diverged(records)
     of_baseline = _choose_baseline_runs(runs)
-    sizes = list(dict.fromkeys(map(size_of, of_baseline)))
+    sizes = list(dict.fromkeys(record.size for record in of_baseline))
     if len(sizes) < LEAST_SIZES:
         return None
     axis, metric = find_axis(of_baseline), choose_metric(runs)
     arms, n, losses = _stack_losses(runs, sizes, axis, metric)
-    baseline = arm_of(of_baseline[0])
+    baseline = of_baseline[0].arm
     if baseline not in arms or not losses.size:
         raise HeadwaterError("No law can be fitted: no seed has finished with all arms and sizes.")
     base = arms.index(baseline)
@@ -247,11 +248,11 @@ def _split_diverged(records: Sequence[RunRecord]) -> tuple[list[RunRecord], list
 
     Raises `HeadwaterError` if the baseline is one of these.
     """
-    diverged = list(dict.fromkeys(arm_of(run) for run in records if run.status == "diverged" and size_of(run)))
-    if any(arm_of(run) in diverged for run in _choose_baseline_runs(records)):
+    diverged = list(dict.fromkeys(run.arm for run in records if run.status == "diverged" and run.size))
+    if any(run.arm in diverged for run in _choose_baseline_runs(records)):
         raise HeadwaterError("No law can be fitted: a run of the baseline diverged.")
-    finished = [run for run in records if run.status == "finished" and run.held_out and size_of(run)]
-    return [run for run in finished if arm_of(run) not in diverged], diverged
+    finished = [run for run in records if run.status == "finished" and run.held_out and run.size]
+    return [run for run in finished if run.arm not in diverged], diverged
 
 
 def _check_sizes(n: np.ndarray, axis: Axis) -> None:
@@ -272,11 +273,10 @@ def _stack_losses(
 ) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Stack N and finite losses, [arms, sizes, seeds] each: arms with all sizes, and the seeds that all have."""
     finite = [run for run in runs if math.isfinite(run.held_out[-1].metrics[metric])]
-    points = {
-        (arm_of(run), size_of(run), run.seed): (count_n(run, axis), run.held_out[-1].metrics[metric]) for run in finite
-    }
+    points = {(run.arm, run.size, run.seed): (count_n(run, axis), run.held_out[-1].metrics[metric]) for run in finite}
     pairs = {(arm, size): None for arm, size, _ in points}
-    arms = [arm for arm in dict.fromkeys(map(arm_of, finite)) if all((arm, size) in pairs for size in sizes)]
+    tried = dict.fromkeys(map(attrgetter("arm"), finite))
+    arms = [arm for arm in tried if all((arm, size) in pairs for size in sizes)]
     seeds = sorted({seed for *_, seed in points})
     seeds = [seed for seed in seeds if all((arm, size, seed) in points for arm, size in product(arms, sizes))]
     cells = np.array([[[points[arm, size, seed] for seed in seeds] for size in sizes] for arm in arms])
@@ -451,8 +451,3 @@ def find_axis(runs: Sequence[RunRecord]) -> Axis:
     if not differing:
         raise HeadwaterError("The sizes differ neither in parameters nor in tokens, so no law can be fitted.")
     return differing[0] if len(differing) == 1 else "flops"
-
-
-def size_of(record: RunRecord) -> str:
-    """The size of a run; "" for one that has none."""
-    return (record.experiment.size or "") if record.experiment else ""

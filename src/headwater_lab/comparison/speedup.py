@@ -30,9 +30,8 @@ from headwater_lab.comparison.scaling import (
     explain_unpinned,
     fit_law,
     group_sizes,
-    size_of,
 )
-from headwater_lab.comparison.statistics import arm_of, finished_runs
+from headwater_lab.comparison.statistics import finished_runs
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.terminal import counted
 
@@ -74,7 +73,7 @@ def measure_speedups(
     leave out each in turn, as in `fit_scaling`. None where a run of either diverged. times: by size and arm, the time
     per token over the baseline's; without it, from the runs.
     """
-    diverged = Counter((arm_of(run), size_of(run)) for run in records if run.status == "diverged")
+    diverged = Counter((run.arm, run.size) for run in records if run.status == "diverged")
     records = [run for run in records if run.status == "finished" and run.held_out]
     if not records:
         return []
@@ -103,7 +102,7 @@ def _describe_lost(diverged: int) -> str:
 
 def _group_runs(records: Sequence[RunRecord]) -> dict[tuple[str, str], dict[int, RunRecord]]:
     """Group runs by arm and size, then by seed."""
-    by_size = {size: [run for run in records if size_of(run) == size] for size in map(size_of, records)}
+    by_size = {size: [run for run in records if run.size == size] for size in {run.size: None for run in records}}
     return {(arm, size): arms for size in by_size for arm, arms in finished_runs(by_size[size]).items()}
 
 

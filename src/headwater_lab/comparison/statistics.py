@@ -300,7 +300,7 @@ def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, R
         runs=len(results),
         mean=float(results.mean()) if len(results) else None,
         spread=float(results.std(ddof=1)) if len(results) > 1 else None,
-        diverged=sum(map(has_diverged, runs)),
+        diverged=sum(record.has_diverged for record in runs),
         parameters=example.parameters,
         tokens=example.tokens,
         flops=example.flops,
@@ -347,7 +347,7 @@ def choose_decisive(records: Sequence[RunRecord], baseline: str) -> list[RunReco
     seeds[baseline] = of_baseline
 
     def counts(record: RunRecord) -> bool:
-        of_arm = seeds.get(arm_of(record), of_baseline)  # arms with another budget use the baseline's seeds
+        of_arm = seeds.get(record.arm, of_baseline)  # arms with another budget use the baseline's seeds
         return record.seed in of_arm or not of_arm
 
     return list(filter(counts, records))
@@ -357,9 +357,9 @@ def find_standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) 
     """Find the state of each arm that is tested against the baseline."""
     results = {
         arm: {
-            run.seed: None if has_diverged(run) else run.result
+            run.seed: None if run.has_diverged else run.result
             for run in runs
-            if has_diverged(run) or (run.status == "finished" and run.result is not None)
+            if run.has_diverged or (run.status == "finished" and run.result is not None)
         }
         for arm, runs in _by_arm(records).items()
     }
@@ -367,15 +367,10 @@ def find_standings(records: Sequence[RunRecord], baseline: str, plan: SeedPlan) 
     return {arm: find_standing(plan, arm_results, base) for arm, arm_results in results.items() if arm in plan.arms}
 
 
-def arm_of(record: RunRecord) -> str:
-    """The arm of a run; the name of one that belongs to no comparison."""
-    return record.experiment.arm if record.experiment else record.name
-
-
 def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     arms: dict[str, list[RunRecord]] = {}
     for record in records:
-        arms.setdefault(arm_of(record), []).append(record)
+        arms.setdefault(record.arm, []).append(record)
     return arms
 
 
@@ -402,7 +397,7 @@ def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
 def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
     """List the runs that a mean can use, by arm and seed."""
     return {
-        arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not has_diverged(r)}
+        arm: {r.seed: r for r in runs if r.status == "finished" and r.result is not None and not r.has_diverged}
         for arm, runs in _by_arm(records).items()
     }
 
@@ -411,18 +406,14 @@ def _find_reached(run: RunRecord, threshold: float | None) -> Reached | None:
     point = None if threshold is None else _find_point(run, threshold)
     if point is None:
         return None
+    flops = point.flops + (run.origin.flops if run.origin else 0.0)
     steps, tokens, seconds = 0, 0, 0.0
     for stage in run.stages or []:
         if steps + stage.steps >= point.step:
             share = (point.tokens - tokens) / stage.tokens
-            return Reached(point.step, flops_of(run, point), seconds + stage.seconds * share)
+            return Reached(point.step, flops, seconds + stage.seconds * share)
         steps, tokens, seconds = steps + stage.steps, tokens + stage.tokens, seconds + stage.seconds
-    return Reached(point.step, flops_of(run, point), run.seconds * point.tokens / run.tokens)
-
-
-def flops_of(run: RunRecord, point: HeldOutPoint | None = None) -> float:
-    """Add up the FLOPs of all stages up to a point, by default the end, and of the checkpoint before them."""
-    return (point or run.held_out[-1]).flops + (run.origin.flops if run.origin else 0.0)
+    return Reached(point.step, flops, run.seconds * point.tokens / run.tokens)
 
 
 def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
@@ -441,10 +432,6 @@ def compare_all_pairs(records: Sequence[RunRecord], arms: Sequence[str]) -> dict
 def _find_differences(arm: dict[int, RunRecord], base: dict[int, RunRecord]) -> list[float]:
     """Subtract the results of `base` in the seeds that both have."""
     return [arm[seed].result - base[seed].result for seed in sorted(arm) if seed in base]  # type: ignore[operator]
-
-
-def has_diverged(run: RunRecord) -> bool:
-    return run.status == "diverged" or (run.status == "finished" and not math.isfinite(run.result or 0.0))
 
 
 def steps_to(record: RunRecord, threshold: float) -> int | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwater_lab.comparison.statistics import Paired, choose_decisive, finished_runs, flops_of, judge_beside, plan_of
+from headwater_lab.comparison.statistics import Paired, choose_decisive, finished_runs, judge_beside, plan_of
 from headwater_lab.comparison.tuning import find_score
 from headwater_lab.training.records import RunRecord
 
@@ -42,8 +42,8 @@ def measure_worth(records: Sequence[RunRecord], baseline: str, budgets: Sequence
             continue
         scored = [(run, curves[seed]) for seed, run in sorted(runs.items()) if seed in curves]
         scores = [(find_score(run), curve[0]) for run, curve in scored]
-        samples[arm] = [float(np.interp(find_score(run), *curve)) - math.log(flops_of(run)) for run, curve in scored]
-        flops = float(np.mean([flops_of(run) for run in runs.values()])) if runs else math.nan
+        samples[arm] = [float(np.interp(find_score(run), *curve)) - math.log(run.total_flops) for run, curve in scored]
+        flops = float(np.mean([run.total_flops for run in runs.values()])) if runs else math.nan
         below = sum(value < budget_scores[0] for value, budget_scores in scores)
         above = sum(value > budget_scores[-1] for value, budget_scores in scores)
         rows.append((arm, flops, below, above))
@@ -56,7 +56,7 @@ def _make_curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[f
     curves = {}
     for seed in arms[0]:
         runs = [by_seed[seed] for by_seed in arms if seed in by_seed]
-        points = sorted((math.log(flops_of(run)), find_score(run)) for run in runs)
+        points = sorted((math.log(run.total_flops), find_score(run)) for run in runs)
         rising = points[:1]
         for point in points[1:]:
             if point[1] > rising[-1][1]:

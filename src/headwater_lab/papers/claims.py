@@ -34,7 +34,6 @@ from scipy import special, stats
 
 from headwater_lab.comparison.sequential import ROUNDING
 from headwater_lab.comparison.statistics import (
-    has_diverged,
     holm_levels,
     is_constant,
     more_pairs,
@@ -373,7 +372,7 @@ FIND_EVIDENCE: Mapping[type, Callable[..., Evidence]] = {
 
 
 def _diverged_seeds(runs: Runs, name: str) -> set[int]:
-    return {seed for seed, run in runs.find_seeds(name).items() if has_diverged(run.record)}
+    return {seed for seed, run in runs.find_seeds(name).items() if run.record.has_diverged}
 
 
 def _find_differences(runs: Runs, measure: str, arm: str, against: str) -> dict[int, float]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater_lab.comparison.scaling import Axis, Equal, fit_scaling
-from headwater_lab.comparison.statistics import has_diverged, steps_to
+from headwater_lab.comparison.statistics import steps_to
 from headwater_lab.comparison.trials import make_slug
 from headwater_lab.evaluation import evaluate
 from headwater_lab.evaluation.tasks import TaskRequest, parse_tasks
@@ -82,7 +83,7 @@ class Runs:
         return {
             seed: self.measure_run(measure, run)
             for seed, run in self.find_seeds(name).items()
-            if not has_diverged(run.record) or measure in FACTS
+            if not run.record.has_diverged or measure in FACTS
         }
 
     def measure_run(self, measure: Measure, run: FinishedRun) -> float:
@@ -119,8 +120,8 @@ class Runs:
         """Find by seed whether a run diverged, or ended no better than a model that has learned nothing."""
 
         def is_lost(record: RunRecord) -> bool:
-            if has_diverged(record) or record.result is None:
-                return has_diverged(record)
+            if record.has_diverged or record.result is None:
+                return record.has_diverged
             return record.result >= unlearned if record.lower_is_better else record.result <= unlearned
 
         return {seed: is_lost(run.record) for seed, run in self.find_seeds(name).items()}
@@ -140,7 +141,7 @@ class Runs:
         if missing := "; ".join(filter(None, gaps)):
             return f"not trained: {missing}"
         records = [run.record for runs in trained.values() for run in runs.values()]
-        if any(map(has_diverged, records)):
+        if any(map(attrgetter("has_diverged"), records)):
             return "a run diverged, and a law of the others is meaningless"
         try:
             law = fit_scaling(records)

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from headwater import __version__
-from headwater_lab.comparison.statistics import INCONCLUSIVE, has_diverged, is_too_wide
+from headwater_lab.comparison.statistics import INCONCLUSIVE, is_too_wide
 from headwater_lab.papers.claims import ClaimVerdict, Judged, judge_claims
 from headwater_lab.papers.computing import COMPUTED
 from headwater_lab.papers.measures import Runs
@@ -146,7 +146,7 @@ def measure_cell(cell: TableCell, column: Column, runs: Runs) -> Ours:
         if against is not None:
             base = runs.measure_seeds(measure, against)
             values = {seed: change(values[seed], base[seed]) for seed in sorted(values.keys() & base.keys())}
-    lost = sum(has_diverged(run.record) for run in runs_by_seed.values())
+    lost = sum(run.record.has_diverged for run in runs_by_seed.values())
     note = f"diverged {lost} of {len(runs_by_seed)}" if lost else ""
     if not values:
         return Ours(note)

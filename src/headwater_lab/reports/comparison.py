@@ -9,7 +9,7 @@ from typing import Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.earlier import find_conflict
-from headwater_lab.comparison.statistics import Summary, arm_of, choose_decisive, plan_of, summarize_arms
+from headwater_lab.comparison.statistics import Summary, choose_decisive, plan_of, summarize_arms
 from headwater_lab.comparison.worth import Worth, measure_worth
 from headwater_lab.training.records import Experiment, RunRecord, SeedPlan, changed_data, list_records, read_record
 
@@ -66,7 +66,7 @@ class Comparison:
 
     @property
     def arms(self) -> list[str]:
-        return list(dict.fromkeys(map(arm_of, self.records)))
+        return list(dict.fromkeys(record.arm for record in self.records))
 
     @property
     def seeds(self) -> list[int]:
@@ -99,7 +99,7 @@ class Comparison:
         return self.title if self.size is None else f"{self.title} · {self.size}"
 
     def runs(self, arm: str) -> list[RunRecord]:
-        return [record for record in self.records if arm_of(record) == arm]
+        return [record for record in self.records if record.arm == arm]
 
     def finished(self, arm: str) -> list[RunRecord]:
         return [record for record in self.runs(arm) if record.status == "finished"]
@@ -196,7 +196,7 @@ def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord
     sign = 1 if records[0].lower_is_better else -1
 
     def rank(record: RunRecord) -> tuple[bool, bool, float, str, int]:
-        arm = arm_of(record)
+        arm = record.arm
         mean = means[arm]
         return arm != baseline, mean is None, -sign * (mean or 0.0), arm, record.seed
 
@@ -204,7 +204,7 @@ def _sort_records(records: Sequence[RunRecord], baseline: str) -> list[RunRecord
 
 
 def _find_key(record: RunRecord) -> tuple[str, int]:
-    return arm_of(record), record.seed
+    return record.arm, record.seed
 
 
 def group_by_experiment(comparisons: Sequence[Comparison]) -> list[list[Comparison]]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from headwater_lab.comparison.scaling import CONFIDENCE, PINNED_E, Scaling
 from headwater_lab.comparison.speedup import Speedup
-from headwater_lab.comparison.statistics import arm_of
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.training.records import RunRecord
 
@@ -133,4 +132,4 @@ def _identify(comparison: Comparison) -> dict[str, Any]:
 
 
 def _identify_run(comparison: Comparison, run: RunRecord) -> dict[str, Any]:
-    return _identify(comparison) | {"arm": arm_of(run), "seed": run.seed}
+    return _identify(comparison) | {"arm": run.arm, "seed": run.seed}

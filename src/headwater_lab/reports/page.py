@@ -18,7 +18,7 @@ from headwater_lab.comparison.scaling import LEAST_SIZES, PINNED_E, Scaling, fit
 from headwater_lab.comparison.speedup import CONSTANTS, measure_speedups
 from headwater_lab.comparison.tuning import describe_edge, find_best_rate
 from headwater_lab.reports import words
-from headwater_lab.reports.comparison import Comparison, arm_of, group_by_experiment, name_unit, read_comparisons
+from headwater_lab.reports.comparison import Comparison, group_by_experiment, name_unit, read_comparisons
 from headwater_lab.reports.numbers import (
     list_arms,
     list_evaluations,
@@ -218,7 +218,7 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
     trials: dict[str, dict[float, list[RunRecord]]] = {}
     for record in comparison.tuning:
         rate = float(record.recipe["training"]["learning_rate"])
-        trials.setdefault(arm_of(record), {}).setdefault(rate, []).append(record)
+        trials.setdefault(record.arm, {}).setdefault(rate, []).append(record)
     rates = sorted({rate for by_rate in trials.values() for rate in by_rate})
     chosen = {summary.arm: summary.learning_rate for summary in comparison.summaries}  # of the size that is tuned
     order = {arm: index for index, arm in enumerate(comparison.arms)}
@@ -360,7 +360,7 @@ def commands_part(sizes: Sequence[Comparison], name: str) -> Section:
     record = _baseline_record(sizes[0])
     file = f"{_make_id(sizes[0].name)}.yaml"
     text = (
-        f"The recipe of {arm_of(record)}, seed {record.seed}, as recorded; the changes of the other arms follow. "
+        f"The recipe of {record.arm}, seed {record.seed}, as recorded; the changes of the other arms follow. "
         f"`headwater train {file}` trains it."
     )
     recipe = yaml.safe_dump(record.recipe, sort_keys=False, allow_unicode=True)
@@ -437,7 +437,7 @@ def list_warnings(sizes: Sequence[Comparison]) -> list[str]:
     for size in sizes:
         messages: dict[tuple[int, str], list[str]] = {}
         for record in size.records:
-            run = ", ".join(filter(None, (arm_of(record), size.size, f"seed {record.seed}")))
+            run = ", ".join(filter(None, (record.arm, size.size, f"seed {record.seed}")))
             if record.skipped_steps:
                 warnings.append(
                     f"{run}: {counted(record.skipped_steps, 'step')} skipped, because the loss or gradient was not "

@@ -31,7 +31,7 @@ def serve_with_vllm(name: str, source: Path, options: list[str]) -> None:
         free = int(available_memory() / 4 / _count_processes(options) // 2**30)  # reserved by each of vLLM's processes
         # The variable would override both, and vLLM also takes shortened options.
         sizes = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
-        if not any(size.startswith(name) for size in sizes for name in names):
+        if not any(size.startswith(option) for size in sizes for option in names):
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, free)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the checkpoint is here
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the plugin has not been tested with the new runner

@@ -362,6 +362,20 @@ class RunRecord(_Section):
         return self.flops + (self.origin.flops if self.origin else 0.0)
 
     @property
+    def arm(self) -> str:
+        """The arm of a run; the name of one that belongs to no comparison."""
+        return self.experiment.arm if self.experiment else self.name
+
+    @property
+    def size(self) -> str:
+        """The size of a run; "" for one that has none."""
+        return (self.experiment.size or "") if self.experiment else ""
+
+    @property
+    def has_diverged(self) -> bool:
+        return self.status == "diverged" or (self.status == "finished" and not math.isfinite(self.result or 0.0))
+
+    @property
     def result(self) -> float | None:
         """The deciding metric at the last evaluation."""
         return self.held_out[-1].metrics[self.metric] if self.held_out else None

@@ -52,18 +52,15 @@ def export(checkpoint: str | Path, config: HeadwaterConfig, folder: str | Path) 
     model = HeadwaterForCausalLM(config)
     state = {theirs_of(name): tensor for name, tensor in model.state_dict().items()}
     saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    for name, tensor in state.items():
-        stored = getattr(saved.get(name), "size", None)
-        if stored != tensor.shape:
-            difference = "is missing" if stored is None else f"is {list(stored)} instead of {list(tensor.shape)}"
+    for name in (*state, *(name for name in saved if name.partition(".")[0] in NAMES)):
+        stored, expected = getattr(saved.get(name), "size", None), getattr(state.get(name), "shape", None)
+        if stored != expected:
+            if expected is None:
+                difference = "has no place in this one"
+            else:
+                difference = "is missing" if stored is None else f"is {list(stored)} instead of {list(expected)}"
             raise HeadwaterError(
                 f"{str(checkpoint)!r} belongs to another model: {name} {difference}; pass the config of that model."
-            )
-    for name in saved:
-        if name.partition(".")[0] in NAMES and name not in state:
-            raise HeadwaterError(
-                f"{str(checkpoint)!r} belongs to another model: {name} has no place in this one; pass the config of "
-                "that model."
             )
     if config.tie_word_embeddings:
         state[HEAD] = state[HEAD].clone()  # apart from the embedding, to compare what the checkpoint has of both
