@@ -271,6 +271,33 @@ def test_verify_command_on_a_checkpoint(run, tmp_path):
     assert "this model has only 16 learned ones" in run("verify", tmp_path / "short")[2]
 
 
+def test_a_mistake_beyond_a_long_window_is_seen(monkeypatch):
+    from transformers import DynamicCache, MistralConfig, MistralForCausalLM
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SMALL.to_diff_dict() | {"sliding_window": 64})).eval()
+    shortened = verify.shorten_windows(model)
+    assert verify.shorten_windows(shortened) is None
+    assert verify.shorten_windows(LlamaForCausalLM(SMALL)) is None
+    assert model.config.sliding_window == 64
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), shortened.parameters(), strict=True))
+    assert [way.ok for way in verify.verify(shortened, ways="1 by 1")] == [True, True]
+
+    right = DynamicSlidingWindowLayer.update
+
+    def forget(layer, *args, **kwargs):
+        keys, values = right(layer, *args, **kwargs)
+        if layer.cumulative_length > layer.sliding_window:
+            layer.keys = torch.zeros_like(layer.keys)
+        return keys, values
+
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "update", forget)
+    assert isinstance(DynamicCache(config=model.config).layers[0], DynamicSlidingWindowLayer)
+    assert verify.verify(model, ways="1 by 1")[0].ok is True
+    assert verify.verify(shortened, ways="1 by 1")[0].ok is False
+
+
 @pytest.mark.slow
 def test_verify_command_fails(run, monkeypatch, tmp_path):
     monkeypatch.setattr(inputs, "find_reach", lambda *args: None)

@@ -45,9 +45,11 @@ def verify_models(sources: Sequence[str] = (), *, trust_remote_code: TrustRemote
 
 def _list_models(sources: Sequence[str], trust_remote_code: bool, seed: int) -> Iterator[tuple[str, PreTrainedModel]]:
     """List names and models, each made when its turn comes. Mechanisms that are invalid alone are left out."""
+    from headwater import verification
     from headwater.models.load import model_type
     from headwater.plugins.registry import MECHANISMS
     from headwater.verification.own import build_tiny
+    from headwater.verification.windows import WINDOW
     from headwater_lab.training.checkpoints import newest_checkpoint
     from headwater_lab.training.hub_models import open_model
     from headwater_lab.training.trained_models import open_trained
@@ -62,6 +64,13 @@ def _list_models(sources: Sequence[str], trust_remote_code: bool, seed: int) -> 
         else:
             model = open_model(source, trust_remote_code)
         yield source, model
+        try:
+            shortened = verification.shorten_windows(model)
+        except Exception as error:  # code that comes with a model may do anything
+            tell(f"headwater: {source}: its sliding window is longer than the texts, and cannot be shortened: {error}")
+            continue
+        if shortened is not None:
+            yield f"{source}, window of {WINDOW}", shortened
     choices: list[dict[str, dict]] = [] if sources else [{}, *({name: {}} for name in MECHANISMS.names)]
     for mechanisms in choices:
         if (tiny := build_tiny(mechanisms, seed=seed)) is not None:
