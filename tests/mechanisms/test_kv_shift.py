@@ -152,7 +152,7 @@ def test_plan_keeps_the_raw_tokens_of_every_layer(window):
     for plan in plan_layers(config({"kv_shift": {"window": window}})):
         assert (plan.acts, plan.reads, plan.exports) == (((Stage.QKV, "kv_shift"),), (), ())
         assert plan.tails == (("k", window - 1, "kv_shift"), ("v", window - 1, "kv_shift"))
-        assert plan.tail == window - 1
+        assert plan.lookback == window - 1
 
 
 @pytest.mark.parametrize(

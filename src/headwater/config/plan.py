@@ -9,11 +9,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from headwater.util.errors import HeadwaterError, check_known
 
-Kind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
+SourceKind = Literal["raw", "local", "bank", "probabilities", "stream", "shared"]
 Part = Literal["q", "k", "v"]
 # What the cache can keep raw: queries, keys or values; tensors as wide as the residual stream; each of attention's
 # inputs; the inputs of the feed-forward's activation; token ids.
-Kept = Literal["q", "k", "v", "x", "input", "gate", "up", "id"]
+TailPart = Literal["q", "k", "v", "x", "input", "gate", "up", "id"]
 # An index that selects some of a tensor's heads. None selects all of them in order.
 Heads = slice | list[int] | None
 
@@ -70,7 +70,7 @@ class Source(NamedTuple):
           "shared"        what the mechanism named by `part` gives to all layers; layer -1.
     """
 
-    kind: Kind
+    kind: SourceKind
     part: str
     layer: int
 
@@ -80,7 +80,7 @@ EMBEDDING = Source("stream", "x", -1)
 
 # The tensors that a layer computes itself, in this order. raw: as projected. local: the call's tokens after
 # `Stage.QKV`. bank: what heads attend to, cached tokens included.
-OWN: tuple[tuple[str, str], ...] = (
+LAYER_TENSORS: tuple[tuple[str, str], ...] = (
     ("raw", "q"),
     ("raw", "k"),
     ("raw", "v"),
@@ -155,7 +155,7 @@ class LayerPlan:
     k_heads: tuple[int, ...] = ()
     v_heads: tuple[int, ...] = ()
     groups: tuple[HeadGroup, ...] = ()
-    tails: tuple[tuple[Kept, int, str], ...] = ()
+    tails: tuple[tuple[TailPart, int, str], ...] = ()
     reads: tuple[Source, ...] = ()
     exports: tuple[Source, ...] = ()
     acts: tuple[tuple[Stage, str], ...] = ()
@@ -191,7 +191,7 @@ class LayerPlan:
     def reading(self, *sources: Source) -> LayerPlan:
         """Return this plan with `sources` added to `reads`. Raises `HeadwaterError` for one that no layer has."""
         for source in sources:
-            check_known(f"Layer {self.index} cannot read a source of kind", source.kind, get_args(Kind))
+            check_known(f"Layer {self.index} cannot read a source of kind", source.kind, get_args(SourceKind))
             if not -1 <= source.layer <= self.index:
                 raise HeadwaterError(
                     f"Layer {self.index} cannot read {source.part!r} of layer {source.layer}; name an earlier layer, "
@@ -200,7 +200,9 @@ class LayerPlan:
         new = tuple(s for s in dict.fromkeys(sources) if s not in self.reads)
         return replace(self, reads=self.reads + new)
 
-    def acting(self, mechanism: Any, method: Callable[..., Any], tails: Iterable[tuple[Kept, int]] = ()) -> LayerPlan:
+    def acting(
+        self, mechanism: Any, method: Callable[..., Any], tails: Iterable[tuple[TailPart, int]] = ()
+    ) -> LayerPlan:
         """Return this plan with a mechanism acting at the stage of `method`, as in `plan.acting(cls,
         cls.transform_qkv)`.
 
@@ -209,8 +211,8 @@ class LayerPlan:
         """
         stage, name = Stage.of(method), mechanism.registered_name()
         for part, _ in tails:
-            check_known(f"Mechanism {name!r}: a cache keeps no tail", part, get_args(Kept))
-        letter: Kept | None = "input" if stage is Stage.ATTENTION_INPUT else None
+            check_known(f"Mechanism {name!r}: a cache keeps no tail", part, get_args(TailPart))
+        letter: TailPart | None = "input" if stage is Stage.ATTENTION_INPUT else None
         new_tails = tuple((letter or part, tokens, name) for part, tokens in tails)
         return replace(self, acts=(*self.acts, (stage, name)), tails=(*self.tails, *new_tails))
 
@@ -224,14 +226,14 @@ class LayerPlan:
         return tuple(dict.fromkeys(name for stage, name in self.acts if stage in stages))
 
     def slot(self, source: Source) -> int:
-        """Position at which the layer's modules find a tensor: first what the layer reads, then its own (`OWN`).
+        """Position at which the layer's modules find a tensor: first what the layer reads, then `LAYER_TENSORS`.
 
         Numbers relative to the layer, so that layers of one kind share a compiled graph. Raises `KeyError` for others.
         """
         if source in self.reads:
             return self.reads.index(source)
-        if source.layer == self.index and source[:2] in OWN:
-            return len(self.reads) + OWN.index(source[:2])
+        if source.layer == self.index and source[:2] in LAYER_TENSORS:
+            return len(self.reads) + LAYER_TENSORS.index(source[:2])
         raise KeyError(f"Layer {self.index} does not read {source}; add it to the plan with `reading`.")
 
     @property
@@ -258,8 +260,8 @@ class LayerPlan:
         return bool(self.latent_heads and self.k_heads) and config.position == "rope"
 
     @property
-    def tail(self) -> int:
-        """Largest number of tokens that the mechanisms of this layer look back."""
+    def lookback(self) -> int:
+        """The most tokens that a mechanism of this layer looks back."""
         return max((length for _, length, _ in self.tails), default=0)
 
     @property

@@ -15,9 +15,9 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import assemble_model, own_tensors
 from headwater.mechanisms.capabilities import AddsToTrainedModel
-from headwater.mechanisms.named import owner_of
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
+from headwater.nn.stages import find_owner
 from headwater.plugins.registry import as_mapping, in_order, resolve
 from headwater.util.errors import HeadwaterError
 
@@ -85,7 +85,7 @@ def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict
         if name in stored:
             tensors[name] = kept_heads(name, stored[name], target.shape, plans)
             continue
-        if owner_of(skeleton, name)[0] is None:
+        if find_owner(skeleton, name)[0] is None:
             raise HeadwaterError(
                 f"With these mechanisms the model needs {name!r}, which it does not have; leave out the mechanism that "
                 "shares its keys and values."

@@ -25,7 +25,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion.families import exchange_halves
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, list_shards, read_text, read_weights, reading
-from headwater.models.weights import check_kinds, kinds_of, strip_wrappers
+from headwater.models.weights import check_dtypes, list_dtypes, strip_wrappers
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, shown
 
@@ -539,7 +539,7 @@ def _read_tensors(path: Path) -> Tensors:
     tensors = strip_wrappers(read_weights(_find_files(path)), repr(str(path)))
     if not tensors:
         raise HeadwaterError(f"There are no tensors in {str(path)!r}; name a checkpoint.")
-    check_kinds(kinds_of(tensors), repr(str(path)), torch.nn.Module())
+    check_dtypes(list_dtypes(tensors), repr(str(path)), torch.nn.Module())
     check_finite(tensors, repr(str(path)))
     return tensors
 

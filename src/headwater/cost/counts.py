@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from headwater.config.capabilities import Map, find_replacement
 from headwater.config.layers import layer_config
-from headwater.config.plan import Cost, Kept, LayerPlan, Stage
+from headwater.config.plan import Cost, LayerPlan, Stage, TailPart
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
@@ -246,7 +246,7 @@ def cache_bytes_per_token(config: HeadwaterConfig, element_size: int = 4) -> int
     return sum(_cached_bytes(config, plan, element_size) for plan in plan_layers(config)) * config.is_causal
 
 
-def kept_numbers(config: HeadwaterConfig, plan: LayerPlan) -> dict[Kept, int]:
+def tail_widths(config: HeadwaterConfig, plan: LayerPlan) -> dict[TailPart, int]:
     """Count the numbers per token of each kind of raw tokens that the cache of this layer may keep."""
     layer = layer_config(config, plan.index)
     return {
@@ -267,7 +267,7 @@ def cache_bytes(config: HeadwaterConfig, tokens: int, batch_size: int = 1, eleme
     for plan in plan_layers(config):
         window = layer_config(config, plan.index).sliding_window
         total += _cached_bytes(config, plan, element_size) * (tokens if window is None else min(tokens, window - 1))
-        width = kept_numbers(config, plan)
+        width = tail_widths(config, plan)
         total += sum(length * width[part] * (ID if part == "id" else element_size) for part, length, _ in plan.tails)
     return batch_size * total
 
@@ -314,7 +314,7 @@ def activation_bytes(
     if gradient_checkpointing:
         stored = len(plans) * width + max(blocks)
         for plan in plans:
-            numbers = kept_numbers(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
+            numbers = tail_widths(config, plan) | {"a": layer_config(config, plan.index).num_attention_heads * context}
             sizes = {"x": precision.stream.itemsize}
             stored += sum(numbers[source.part] * sizes.get(source.part, element) for source in plan.exports)
     # The norms around the blocks, and modules shared by all layers.

@@ -21,7 +21,7 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.rope import FOLLOW_LENGTH
-from headwater.cost.counts import ID, kept_numbers
+from headwater.cost.counts import ID, tail_widths
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError
 
@@ -75,7 +75,7 @@ class Page:
         """The bytes of a block for the raw tokens of each layer that has some."""
         rooms, offset = {}, self.history
         for plan in self.plans:
-            numbers = kept_numbers(self.config, plan)
+            numbers = tail_widths(self.config, plan)
             size = 0
             for kind, length, _ in plan.tails:
                 pieces = len(plan.inputs) if kind == "input" else 1  # attention's inputs are kept separately

@@ -203,7 +203,7 @@ def split_attention(full: Attention, share: Portion, processes: Processes) -> At
     plan = full.plan
     portion = share.build_attention(full, Attention)
     portion.q_norm, portion.k_norm = full.q_norm, full.k_norm if portion.k_proj is not None else None
-    for name, module in full.mechanisms.named():
+    for name, module in full.mechanisms.named_mechanisms():
         _fill_parameters(portion.mechanisms[name], cast(Mechanism, module), share, plan)
     for kind, name in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj")):
         if getattr(portion, name) is not None:

@@ -23,8 +23,8 @@ from headwater.growth.methods import GrowthOptions, make_larger
 from headwater.growth.parameter_tokens import Model
 from headwater.mechanisms.capabilities import GrowsOptions, PassesThrough, axes_of
 from headwater.mechanisms.enlarging import READS, SAME, WRITES, Dim, Larger
-from headwater.mechanisms.named import owner_of
 from headwater.nn.norm import RMSNorm
+from headwater.nn.stages import find_owner
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
@@ -168,7 +168,7 @@ class Moves:
         """
         counterpart = self.names.get(old_name := self.old_name(name))
         layer = split_name(name)[0]
-        owner, inner = owner_of(self.large, name)
+        owner, inner = find_owner(self.large, name)
         if counterpart is None:
             if self.growth.keeps and layer not in self.growth.silent and owner is not None:
                 raise HeadwaterError(
@@ -198,7 +198,7 @@ class Moves:
     def find_axes(self, name: str, tensor: Tensor) -> tuple[Dim, ...]:
         """The axes of a parameter of the smaller model."""
         _, module = split_name(name)
-        owner, inner = owner_of(self.model, name)
+        owner, inner = find_owner(self.model, name)
         if owner is not None:
             if not (axes := axes_of(owner, inner)):
                 raise HeadwaterError(
@@ -324,7 +324,7 @@ class Moves:
 
     def copies_of_layers(self, name: str, axis: Dim) -> Copied:
         layer = split_name(name)[0]
-        owner, inner = owner_of(self.large, name)
+        owner, inner = find_owner(self.large, name)
         entries = next(dim for dim in axes_of(owner, inner) if dim.kind == "layers").entries
         if layer is None:  # a module outside the layers
             old = [self.growth.layers[int(entry)] for entry in entries]  # type: ignore[call-overload]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Kept, LayerPlan, Source
+from headwater.config.plan import LayerPlan, Source, TailPart
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
@@ -308,7 +308,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     @classmethod
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         chosen = cls.list_layers(options, config)
-        tail: tuple[Kept, int] = "id", max(options["orders"]) - 1
+        tail: tuple[TailPart, int] = "id", max(options["orders"]) - 1
         values = options["target"] == "values"
         new = list(plans)
         for layer in layers_with_values(cls, options, chosen, plans) if values else chosen:

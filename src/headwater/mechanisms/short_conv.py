@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from headwater.config.layers import layer_config
-from headwater.config.plan import Kept, LayerPlan, Source, Stage
+from headwater.config.plan import LayerPlan, Source, Stage, TailPart
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
@@ -51,9 +51,9 @@ Site = Literal[
     "feed_forward_output",
 ]
 # Tensors inside attention. Other sites are the stages of the same name.
-PARTS: dict[str, Kept] = {"queries": "q", "keys": "k", "values": "v"}
+PARTS: dict[str, TailPart] = {"queries": "q", "keys": "k", "values": "v"}
 # The tensors of feed_forward_hidden.
-HIDDEN: dict[str, Kept] = {"gate": "gate", "up": "up"}
+HIDDEN: dict[str, TailPart] = {"gate": "gate", "up": "up"}
 
 
 def stage_of(name: str) -> Stage:

@@ -19,7 +19,6 @@ from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.fused_attention import MATMUL
 from headwater.kernels.fused_loss import ChunkedLoss, differentiate_loss
 from headwater.kernels.varlen import VARLEN
-from headwater.mechanisms.named import run_shared
 from headwater.models.cache import restart_cache  # importing it registers the cache layers
 from headwater.models.input_checks import check_paged
 from headwater.models.inputs import (
@@ -44,6 +43,7 @@ from headwater.nn.loss import causal_lm_loss, count_targets, shift_targets, squa
 from headwater.nn.masks import find_new_tokens
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, document_lengths, for_heads
+from headwater.nn.stages import run_shared
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
 
@@ -221,7 +221,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
 
     def shared_tensors(self, input_ids: Tensor | None) -> dict[Source, Tensor]:
         """Return the outputs of the modules that exist once per model. input_ids: the new tokens [B, T]."""
-        return run_shared(self.mechanisms.named(), input_ids, self.input_spec.id_readers)
+        return run_shared(self.mechanisms.named_mechanisms(), input_ids, self.input_spec.id_readers)
 
     def may_be_paged(self) -> bool:
         """Whether the attention kernel is neither transformers' nor ours, and may manage keys and values itself."""

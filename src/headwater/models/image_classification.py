@@ -15,7 +15,6 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.mechanisms.named import run_shared
 from headwater.models.inputs import ModelInputs
 from headwater.models.pretrained import HeadwaterPreTrainedModel, shared_modules
 from headwater.models.stack import last_readers, run_blocks
@@ -24,6 +23,7 @@ from headwater.nn.lookback import LookbackLimits, find_reach
 from headwater.nn.loss import classification_loss
 from headwater.nn.norm import make_norm
 from headwater.nn.patches import cut_patches, raster_positions, resize_positions, rotary_angles, sincos_positions
+from headwater.nn.stages import run_shared
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import IS_EXPORTED
 
@@ -80,7 +80,7 @@ class HeadwaterImageModel(HeadwaterImagePreTrainedModel):
         x = self.embed_images(pixel_values, grid, interpolate_pos_encoding)
         reach, angles = self.prepare_reach(grid, x.device), self.compute_angles(x, grid)
         inputs = ModelInputs({False: None}, reach=reach, position_embeddings=angles, kwargs=kwargs)  # None: no mask
-        shared = run_shared(self.mechanisms.named())
+        shared = run_shared(self.mechanisms.named_mechanisms())
         x = self.norm(run_blocks(self.layers, self.last_reader, self.dropout(x), shared, inputs.arguments()))
         pooled = x[:, self.config.first_patch :].mean(1) if self.class_token is None else x[:, 0]
         return BaseModelOutputWithPooling(last_hidden_state=x, pooler_output=pooled)

@@ -25,7 +25,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.models.weights import check_kinds, kinds_of, strip_wrappers
+from headwater.models.weights import check_dtypes, list_dtypes, strip_wrappers
 from headwater.plugins.outside import check_link
 from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import explain_absence, read_bytes
@@ -320,7 +320,7 @@ def build_model(
             skeleton.tie_weights()
         tensors = strip_wrappers(tensors, repr(str(folder)), skeleton.state_dict())
         if getattr(config, "quantization_config", None) is None:
-            check_kinds(kinds_of(tensors), repr(str(folder)), skeleton)
+            check_dtypes(list_dtypes(tensors), repr(str(folder)), skeleton)
         check_size(skeleton, sum(tensor.numel() for tensor in tensors.values()), folder)
         model, mismatches = kind.from_pretrained(
             None,

@@ -23,15 +23,15 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.mechanisms.fp32 import KeepsPrecision
-from headwater.mechanisms.named import Named, owner_of
 from headwater.models.card import replace_template
 from headwater.models.quantization import BESIDE, check_quantized
 from headwater.models.remote_code import add_code, is_code
 from headwater.models.token_tables import check_resizable, resize_token_tables
-from headwater.models.weights import check_kinds, is_plain, kinds_of, map_unwrapped_names, stored_kinds
+from headwater.models.weights import can_store_weights, check_dtypes, list_dtypes, map_unwrapped_names, read_dtypes
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
+from headwater.nn.stages import MechanismDict, find_owner
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, either
 from headwater.util.seeding import generator
@@ -190,11 +190,11 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         Raises `HeadwaterError` for tensors that are not weights, unless a quantizer wrote them.
         """
         where = repr(str(getattr(load_config, "pretrained_model_name_or_path", None) or "the state dict"))
-        kinds = stored_kinds(checkpoint_files or ()) if state_dict is None else kinds_of(state_dict)
-        names = map_unwrapped_names(kinds, where, model.state_dict())
+        dtypes = read_dtypes(checkpoint_files or ()) if state_dict is None else list_dtypes(state_dict)
+        names = map_unwrapped_names(dtypes, where, model.state_dict())
         if not getattr(load_config.hf_quantizer, "pre_quantized", False):
-            check_kinds({names[name]: kind for name, kind in kinds.items()}, where, model)
-        elif all(map(is_plain, kinds.values())):
+            check_dtypes({names[name]: dtype for name, dtype in dtypes.items()}, where, model)
+        elif all(map(can_store_weights, dtypes.values())):
             raise HeadwaterError(
                 f"The config has a quantization_config, but no weight in {where} is quantized; remove that field, or "
                 "use the weights that the quantizer wrote."
@@ -256,7 +256,7 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         # A module that transformers inserts later, such as a resized embedding, has no name in the model yet.
         qualified = f"{getattr(module, '_qualified_name', f'new {type(module).__name__}')}.{name}"
         draw, shape = generator(self.config.initializer_seed, qualified), module.get_parameter(name).shape
-        owner, inner = owner_of(self.base_model, qualified)
+        owner, inner = find_owner(self.base_model, qualified)
         if owner is not None and (value := owner.initial_value(inner, draw)) is not None:
             if value.shape != shape:
                 raise HeadwaterError(
@@ -290,11 +290,11 @@ class HeadwaterPreTrainedModel(PreTrainedModel):
         return std
 
 
-def shared_modules(config: HeadwaterConfig) -> Named:
+def shared_modules(config: HeadwaterConfig) -> MechanismDict:
     """The modules that a model holds once, by mechanism."""
     modules = {
         name: mechanism.build_shared_module(options, config)
         for name, options in config.mechanisms.items()
         if isinstance(mechanism := resolve(name), HasSharedModule)
     }
-    return Named({name: module for name, module in modules.items() if module is not None})
+    return MechanismDict({name: module for name, module in modules.items() if module is not None})

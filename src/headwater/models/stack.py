@@ -5,12 +5,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from headwater.config.plan import EMBEDDING, Kind, LayerPlan, Source
+from headwater.config.plan import EMBEDDING, LayerPlan, Source, SourceKind
 
 # Keyword arguments of the blocks with a sliding window (True) and without (False).
 BlockArguments = dict[bool, dict[str, Any]]
 # The dimension of the new tokens, by kind of source. None: the tensor covers all tokens or none.
-TOKENS: dict[Kind, int | None] = {"raw": 2, "local": 2, "bank": None, "probabilities": 2, "stream": 1, "shared": None}
+TOKENS: dict[SourceKind, int | None] = {
+    "raw": 2,
+    "local": 2,
+    "bank": None,
+    "probabilities": 2,
+    "stream": 1,
+    "shared": None,
+}
 
 
 class LastTokens(NamedTuple):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import HoldsTokenTables
-from headwater.mechanisms.named import owner_of
+from headwater.nn.stages import find_owner
 from headwater.util.errors import HeadwaterError
 
 
@@ -61,7 +61,7 @@ def token_tables(model: nn.Module) -> dict[str, tuple[nn.Parameter, int]]:
     """The parameters that hold tables by token id, by qualified name, and how many tables each holds."""
     tables = {}
     for name, parameter in model.named_parameters():
-        owner, inner = owner_of(model, name)
+        owner, inner = find_owner(model, name)
         if owner is not None and isinstance(owner, HoldsTokenTables) and (count := owner.count_token_tables(inner)):
             tables[name] = parameter, count
     return tables
@@ -71,4 +71,4 @@ def _mechanism_shapes(model: PreTrainedModel, config: HeadwaterConfig) -> dict[s
     """The shapes of the parameters that mechanisms have in a model of this kind with `config`."""
     skeleton = type(model).make_skeleton(copy.deepcopy(config))
     parameters = skeleton.named_parameters()
-    return {name: parameter.shape for name, parameter in parameters if owner_of(skeleton, name)[0] is not None}
+    return {name: parameter.shape for name, parameter in parameters if find_owner(skeleton, name)[0] is not None}

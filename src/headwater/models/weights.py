@@ -14,7 +14,7 @@ from headwater.util.errors import HeadwaterError
 
 # Path elements that torch.compile, DDP, FSDP and activation checkpointing insert into the names of parameters.
 WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-KINDS = "float16, bfloat16, float32 or float64"
+WEIGHT_DTYPES = "float16, bfloat16, float32 or float64"
 
 
 def map_unwrapped_names(names: Iterable[str], where: str, known: Collection[str] = ()) -> dict[str, str]:
@@ -43,48 +43,48 @@ def strip_wrappers(tensors: Mapping[str, Any], where: str, known: Collection[str
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
-def check_kinds(kinds: Mapping[str, torch.dtype], where: str, model: nn.Module) -> None:
-    """Raise `HeadwaterError` naming the first tensor that is not of floating-point numbers of at least 16 bits.
+def check_dtypes(dtypes: Mapping[str, torch.dtype], where: str, model: nn.Module) -> None:
+    """Raise `HeadwaterError` naming the first tensor whose dtype cannot be a weight's (`can_store_weights`).
 
-    kinds: the stored dtypes by name. model: which they are for. Its buffers of integers may be stored too, and tensors
-        that transformers ignores in it, such as masks in old checkpoints.
+    dtypes: the stored dtypes by name. model: the model to load; its integer buffers may be stored too, and tensors that
+        transformers ignores, such as masks in old checkpoints.
     """
     integers = {name for name, tensor in model.state_dict().items() if not tensor.is_floating_point()}
     ignored = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    for name, kind in kinds.items():
+    for name, dtype in dtypes.items():
         exempt = name in integers or any(pattern.search(name) for pattern in ignored)
-        if not exempt and not is_plain(kind):
+        if not exempt and not can_store_weights(dtype):
             raise HeadwaterError(
-                f"The weights in {where} cannot be used: {name!r} is stored as {str(kind).removeprefix('torch.')}, and "
-                f"a weight must be {KINDS}; save it so, or restore the quantization_config in config.json if a "
-                "quantizer wrote it."
+                f"The weights in {where} cannot be used: {name!r} is stored as {str(dtype).removeprefix('torch.')}, "
+                f"and a weight must be {WEIGHT_DTYPES}; save it so, or restore the quantization_config in config.json "
+                "if a quantizer wrote it."
             )
 
 
-def is_plain(kind: torch.dtype) -> bool:
+def can_store_weights(dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype can be weights: real numbers of at least 16 bits."""
-    return kind.is_floating_point and kind.itemsize > 1
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The dtype of each tensor by name."""
+def list_dtypes(tensors: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """List the dtype of each tensor by name."""
     return {name: tensor.dtype for name, tensor in tensors.items()}
 
 
-def stored_kinds(files: Iterable[Path | str]) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in files of weights by name. Numbers of safetensors are not read; no code is run."""
-    kinds: dict[str, torch.dtype] = {}
+def read_dtypes(files: Iterable[Path | str]) -> dict[str, torch.dtype]:
+    """Read the dtype of each tensor in files of weights by name, without running code."""
+    dtypes: dict[str, torch.dtype] = {}
     for file in files:
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                kinds |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118  no mapping
+                dtypes |= {name: opened.get_tensor(name).dtype for name in opened.keys()}  # noqa: SIM118  no mapping
         else:
             content = torch.load(file, map_location="meta", weights_only=True)
-            kinds |= {name: tensor.dtype for name, tensor in content.items() if isinstance(tensor, Tensor)}
-    return kinds
+            dtypes |= {name: tensor.dtype for name, tensor in content.items() if isinstance(tensor, Tensor)}
+    return dtypes
 
 
 def check_files(files: Iterable[Path | str], where: str, model: PreTrainedModel) -> None:
-    """Raise `HeadwaterError` as `check_kinds` does, unless `model`'s config says that they are quantized."""
+    """Raise `HeadwaterError` as `check_dtypes` does, unless `model`'s config says that they are quantized."""
     if getattr(model.config, "quantization_config", None) is None:
-        check_kinds(stored_kinds(files), where, model)
+        check_dtypes(read_dtypes(files), where, model)

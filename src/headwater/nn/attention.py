@@ -19,7 +19,6 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import ATTENTION_STAGES, LayerPlan, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, QKV, Context, Reach
-from headwater.mechanisms.named import Staged
 from headwater.nn.attention_kernel import attend_in_groups, eager_attention, read_groups, weigh_keys
 from headwater.nn.cache_name import is_paged
 from headwater.nn.engine import Engine
@@ -28,10 +27,11 @@ from headwater.nn.linear import JoinsLinears, apply_linear, make_map
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
 from headwater.nn.position import RotaryEmbedding, for_heads, rotate
+from headwater.nn.stages import RunsStages
 from headwater.util.errors import HeadwaterError
 
 
-class Attention(Staged, JoinsLinears):
+class Attention(RunsStages, JoinsLinears):
     """Multi-head attention of one layer, built from its plan."""
 
     def __init__(self, config: HeadwaterConfig, plan: LayerPlan) -> None:
@@ -87,7 +87,7 @@ class Attention(Staged, JoinsLinears):
         key_input, value_input: [B, T, D], what keys and values are projected from; default: x, as queries.
         left_out: tokens before x that this layer, which stores nothing, was not called with; its cache counts them.
         """
-        tensors = [*sources]  # indexed by `LayerPlan.slot`: what the layer reads, then its own in the order of `OWN`
+        tensors = [*sources]  # indexed by `LayerPlan.slot`: what the layer reads, then `LAYER_TENSORS`
         context = Context(tensors, reach, find_tail(self.plan, past_key_values), token_ids, x)
         q, k, v = self.project_inputs(x, key_input, value_input)
         q, k, v = self.run_stage(Stage.PROJECTIONS, QKV(q, k, v), context)

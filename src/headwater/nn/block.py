@@ -10,19 +10,19 @@ from headwater.config.layers import layer_config
 from headwater.config.plan import BLOCK_STAGES, EMBEDDING, LayerPlan, Part, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context
-from headwater.mechanisms.named import PartTail, Staged
 from headwater.nn.attention import Attention
 from headwater.nn.cache_name import CACHE
 from headwater.nn.feed_forward import make_feed_forward
 from headwater.nn.lookback import find_tail
 from headwater.nn.norm import make_norm
+from headwater.nn.stages import ProjectionTail, RunsStages
 
 # Older transformers, such as 5.17, checkpoint around a layer's hooks and its compiled graph, which then holds nothing
 # of what `gradient_checkpointing` says; newer ones do it inside.
 OUTSIDE = "__call__" in vars(GradientCheckpointingLayer)
 
 
-class Block(Staged, GradientCheckpointingLayer):
+class Block(RunsStages, GradientCheckpointingLayer):
     """x [B, T, D] and the tensors of earlier layers that it reads -> (x, *tensors that later layers read).
 
     All are positional: re-entrant checkpointing tracks no other gradients.
@@ -117,7 +117,7 @@ class Block(Staged, GradientCheckpointingLayer):
         """Apply `normalize_input` to the input of keys or values only, with separate tails; None if there is none."""
         if x is None:
             return None
-        tail = None if context.tail is None else PartTail(context.tail, letter)
+        tail = None if context.tail is None else ProjectionTail(context.tail, letter)
         return self.normalize_input(x, context._replace(tail=tail))
 
     def drop_output(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels import are_ordinary, can_fuse_traced
 from headwater.kernels.autotune import get_choices
 from headwater.kernels.fused_linear import choose_linear
-from headwater.mechanisms.named import owner_of
+from headwater.nn.stages import find_owner
 from headwater.util.precision import CastingLinear
 
 
@@ -145,5 +145,5 @@ def _move_together(parameters: Sequence[Tensor]) -> Tensor | None:
 def model_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """List the model's own linear layers, by qualified name: all except those inside mechanisms."""
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and owner_of(model, f"{name}.weight")[0] is None:
+        if type(module) is nn.Linear and find_owner(model, f"{name}.weight")[0] is None:
             yield name, module

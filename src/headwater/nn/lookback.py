@@ -35,7 +35,7 @@ class LookbackLimits(NamedTuple):
 
     @classmethod
     def from_plans(cls, plans: Sequence[LayerPlan]) -> Self:
-        limit = max(plan.tail for plan in plans)
+        limit = max(plan.lookback for plan in plans)
         lengths = {length for plan in plans for _, length, _ in plan.tails}
         shortest = tuple(min(length for length in lengths if length >= back) for back in range(1, limit + 1))
         return cls(limit, shortest, next((plan for plan in plans if plan.tails), None))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from headwater.mechanisms.capabilities import ShowsScalars
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.named import run_shared
 from headwater.nn.block import Block
+from headwater.nn.stages import run_shared
 from headwater_lab.inspection.scores import compose_taps
 from headwater_lab.util.model_kinds import AnyModel, is_of_images
 
@@ -69,7 +69,7 @@ def find_mechanisms(block: Block) -> Iterator[tuple[str, Mechanism]]:
 def collect_scalars(model: AnyModel) -> list[Scalars]:
     """Collect all scalars of a model, layer by layer."""
     if is_of_images(model.config):
-        shared = run_shared(model.model.mechanisms.named())
+        shared = run_shared(model.model.mechanisms.named_mechanisms())
     else:  # for tables read by token id, the first token's
         shared = model.model.shared_tensors(torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return [

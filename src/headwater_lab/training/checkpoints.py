@@ -55,7 +55,7 @@ from headwater.models.load import (
     reading,
     weight_files,
 )
-from headwater.models.weights import check_kinds, map_unwrapped_names
+from headwater.models.weights import check_dtypes, map_unwrapped_names
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import explain_absence, read_bytes, sha256_of
 from headwater_lab.optimization.tensors import local_shard
@@ -361,7 +361,7 @@ def _read_model(path: Path, model: AnyModel, state: dict[str, Tensor], distribut
             f"The weights in {where} do not match its config.json: {len(unknown)} are not in the model, "
             f"{unknown[0]} first; use an intact checkpoint with its own config."
         )
-    check_kinds({plain[name]: tensor.properties.dtype for name, tensor in stored.items()}, where, model)
+    check_dtypes({plain[name]: tensor.properties.dtype for name, tensor in stored.items()}, where, model)
     wrapped = {bare: name for name, bare in plain.items()}
     _fill_tensors(path, {wrapped.get(name, name): tensor for name, tensor in weights.items()} | state, distributed)
     for name, tensor in (weights | state).items():

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from headwater.mechanisms.capabilities import GroupsParameters
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.fp32 import KeepsPrecision
-from headwater.mechanisms.named import Named, owner_of
+from headwater.nn.stages import MechanismDict, find_owner
 from headwater.plugins.registry import resolve
 from headwater.util.errors import HeadwaterError, find_misspelt, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read
@@ -60,7 +60,7 @@ def parameter_groups(
             else:
                 matrix = "head" if path in HEADS else "matrices"
                 kind = ("vectors", "vectors", matrix)[parameter.ndim] if parameter.ndim < 3 else "tensors"
-            owner, inner = owner_of(model, f"{path}.{name}")
+            owner, inner = find_owner(model, f"{path}.{name}")
             if owner is not None:
                 kind = _choose_group(owner, inner, parameter, kind)
             by_kind.setdefault((kind, unsharded), []).append(parameter)
@@ -94,7 +94,12 @@ def freeze_others(model: nn.Module, trainable_mechanisms: Collection[str]) -> No
     trainable: set[nn.Parameter] = set()
     for name in trainable_mechanisms:
         kind = resolve(name)
-        entries = (entry for module in model.modules() if isinstance(module, Named) for entry in module.named())
+        entries = (
+            entry
+            for module in model.modules()
+            if isinstance(module, MechanismDict)
+            for entry in module.named_mechanisms()
+        )
         modules = [module for key, module in entries if resolve(key) is kind]
         modules += [module for module in model.modules() if isinstance(module, kind)]
         parameters = {parameter for module in modules for parameter in module.parameters()}

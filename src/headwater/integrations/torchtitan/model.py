@@ -22,7 +22,6 @@ from headwater.cost.counts import training_flops
 from headwater.integrations.torchtitan.limits import check_model
 from headwater.integrations.torchtitan.titan_checkpoints import EMBEDDING, HEAD, ours_of, theirs_of
 from headwater.mechanisms.fp32 import KeepsPrecision
-from headwater.mechanisms.named import run_shared
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.stack import last_readers, run_blocks
 from headwater.nn.documents import count_positions
@@ -30,6 +29,7 @@ from headwater.nn.linear import model_linears
 from headwater.nn.lookback import find_reach
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import for_heads
+from headwater.nn.stages import run_shared
 from headwater.util.errors import HeadwaterError
 
 # The prefix that torchtitan's checkpointing wrapper adds to parameter names inside a block.

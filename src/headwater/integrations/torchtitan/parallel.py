@@ -329,7 +329,7 @@ class SplitHeads:
         """Replace a block's attention by one of this process's heads."""
         plan, full = block.plan, block.self_attn
         local = self.heads.build_attention(full, OwnHeads)
-        for name, module in full.mechanisms.named():
+        for name, module in full.mechanisms.named_mechanisms():
             local_module, parameters = local.mechanisms[name], dict(module.named_parameters())
             # The module for this process's heads gets the parameters of all heads, and sees only its own part.
             for qualified, entries in self.heads.divide_parameters(cast(Mechanism, module), local_module, plan).items():

@@ -123,7 +123,7 @@ class Blocks(torch.nn.Module, AttentionLayerBase):
         windows = {layer_config(self.config, layer).sliding_window or 0 for layer in layers}
         if len(windows) > 1 or 0 in windows:
             return FullAttentionSpec(**fields)
-        looks_back = 1 + max(plan.tail for plan in plan_layers(self.config))
+        looks_back = 1 + max(plan.lookback for plan in plan_layers(self.config))
         return SlidingWindowSpec(**fields, sliding_window=max(looks_back, *windows))
 
     def step(self, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The mechanisms of a model's layers: their modules by name, the owners of parameters, and tails."""
+"""Stages of a block or of attention: the modules of its mechanisms, run in order, and the owners of parameters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 
 
-class PartTail(NamedTuple):
+class ProjectionTail(NamedTuple):
     """The tails of mechanisms at the input of keys or values alone, where attention's inputs differ."""
 
     tail: Tail
-    kind: Part
+    part: Part
 
     def update_tail(self, name: str, x: Tensor, length: int, everything: bool = False) -> Tensor:
-        return self.tail.update_tail(f"{name}.{self.kind}", x, length, everything)
+        return self.tail.update_tail(f"{name}.{self.part}", x, length, everything)
 
 
-class Named(nn.ModuleDict):
+class MechanismDict(nn.ModuleDict):
     """Modules by mechanism name. In parameter names, the dots and colons of a mechanism's name become _."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -37,15 +37,15 @@ class Named(nn.ModuleDict):
     def __getitem__(self, name: str) -> nn.Module:
         return super().__getitem__(self.names.get(name, name))
 
-    def named(self) -> Iterator[tuple[str, nn.Module]]:
+    def named_mechanisms(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield each mechanism's name and its module."""
         return ((name, self[name]) for name in self.names)
 
 
-class Staged:
-    """A module with `mechanisms`. stages: the value of each stage -> the mechanisms that act at it."""
+class RunsStages:
+    """Mixin of a module whose mechanisms act at some stages. stages: a stage's value -> mechanisms in order."""
 
-    mechanisms: Named
+    mechanisms: MechanismDict
     stages: Mapping[str, Sequence[str]]
 
     def build_mechanisms(self, config: HeadwaterConfig, plan: LayerPlan, stages: Sequence[Stage]) -> None:
@@ -56,31 +56,32 @@ class Staged:
         for name, module in modules.items():
             if not isinstance(module, Mechanism):
                 raise HeadwaterError(f"Mechanism {name!r}: build_module() returned {module!r}, not its module.")
-        self.mechanisms = Named(modules)
+        self.mechanisms = MechanismDict(modules)
         self.stages = {stage.value: plan.at(stage) for stage in stages}
 
     def list_acting(self, stage: Stage) -> Sequence[Mechanism]:
-        """The mechanisms that act at a stage, in the order of application."""
+        """List the mechanisms that act at a stage, in order of application."""
         names = self.stages[stage.value]
         return [cast(Mechanism, self.mechanisms[name]) for name in names] if names else ()
 
     def run_stage(self, stage: Stage, x: Any, context: Context) -> Any:
         """Transform x by the mechanisms that act at a stage, each by the method that the stage names."""
         for name in self.stages[stage.value]:
-            x = keep_shapes(name, stage, x, getattr(self.mechanisms[name], stage.value)(x, context))
+            y = getattr(self.mechanisms[name], stage.value)(x, context)
+            check_shapes(name, stage, x, y)
+            x = y
         return x
 
 
-def keep_shapes(name: str, stage: Stage, x: Any, y: Any) -> Any:
-    """Return y, which a mechanism made of x at a stage. Raises `HeadwaterError` if its shapes differ.
+def check_shapes(name: str, stage: Stage, x: Any, y: Any) -> None:
+    """Raise `HeadwaterError` if a mechanism's output y at a stage differs in shape from its input x.
 
     A single head would be broadcast without a word. Compiled code does not check, and a latent becomes keys and values.
     """
     if stage is Stage.ATTENDED_KV or torch.compiler.is_compiling():
-        return y
+        return
     if (returned := list_shapes(y)) != (expected := list_shapes(x)):
         raise HeadwaterError(f"Mechanism {name!r}: {stage.value}() returned shapes {returned}, not {expected}.")
-    return y
 
 
 def list_shapes(x: Any) -> list[list[int]]:
@@ -95,8 +96,8 @@ def run_shared(
     return {Source("shared", name, -1): module(ids) if name in id_readers else module() for name, module in modules}
 
 
-def owner_of(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:
-    """The innermost mechanism that contains a parameter of `model`, and its name there; (None, "") if none does."""
+def find_owner(model: nn.Module, qualified: str) -> tuple[Mechanism | None, str]:
+    """Find the innermost mechanism that contains a parameter, and its name there; (None, ""): there is none."""
     module: nn.Module | None = model
     segments = qualified.split(".")
     owner: tuple[Mechanism | None, str] = (None, "")
