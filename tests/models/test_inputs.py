@@ -67,7 +67,7 @@ def test_masks_of_both_kinds_follow_a_change_of_the_kernel():
 def test_blocks_are_called_by_kind_of_layer():
     positions = torch.arange(T)[None]
     made = ModelInputs({False: "all", True: "near"}, positions, position_embeddings={True: "turns"}, kwargs={"a": 1})
-    common = {"a": 1, "reach": None, "position_ids": positions, CACHE: None}
+    common = {"a": 1, "reach": None, "position_ids": positions, "token_ids": None, "left_out": 0, CACHE: None}
     assert made.arguments() == {
         False: common | {"position_embeddings": None, "attention_mask": "all"},
         True: common | {"position_embeddings": "turns", "attention_mask": "near"},
@@ -213,12 +213,12 @@ def test_the_last_tokens_alone():
     near = torch.ones(1, 1, T, T, dtype=torch.bool).tril().triu(-1)
     angles = {slides: (torch.zeros(1, 1, T, 2),) * 2 for slides in two.kinds}
     ids = torch.arange(T)[None]
-    whole = ModelInputs({False: None, True: near}, ids, ids, position_embeddings=angles, kwargs={"token_ids": ids})
+    whole = ModelInputs({False: None, True: near}, ids, ids, position_embeddings=angles, token_ids=ids)
     kept = inputs.keep_last_tokens(two, whole, x, 1)
     assert kept.attention_mask[False] is None
     assert see(kept.attention_mask[True]) == ["000011"]
-    assert [kept.position_ids.item(), kept.reach.item(), kept.kwargs["token_ids"].item()] == [5, 5, 5]
-    assert kept.kwargs["left_out"] == 5
+    assert [kept.position_ids.item(), kept.reach.item(), kept.token_ids.item()] == [5, 5, 5]
+    assert kept.left_out == 5
     assert kept.position_embeddings[True][0].shape == (1, 1, 1, 2)
     assert inputs.keep_last_tokens(two, whole._replace(has_borders=True), x, 1) is None
     assert inputs.keep_last_tokens(two, whole._replace(reach=Ancestors(ids[None])), x, 1) is None
@@ -240,4 +240,4 @@ def test_all_inputs_of_a_call():
     assert made.reach.tolist() == [[0, 1, 1, 1, 0, 1]]
     assert made.kwargs["cu_seq_lens_k"] is borders
     plain = inputs.prepare_inputs(spec(), arguments(input_ids=torch.zeros(1, T), kwargs={"use_cache": False}))
-    assert plain[2:] == (None, None, {}, {"use_cache": False}, False)
+    assert plain[2:] == (None, None, {}, None, 0, {"use_cache": False}, False)

@@ -75,7 +75,7 @@ class ReplacesLinear(Protocol):
         """Return the cost of that module; None where `build_linear` returns None."""
 
 
-def find_replacement(config: Any, method: str, *linear: Any) -> Any:
+def find_replacement(config: Any, method: Literal["build_linear", "count_linear_cost"], *linear: Any) -> Any:
     """Call this method of `ReplacesLinear` for a linear layer (layer, name, d_in, d_out) of the first mechanism that
     replaces it; None if none does."""
     for mechanism, options in config.mechanisms.items():

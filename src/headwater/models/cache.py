@@ -352,8 +352,8 @@ class HeadwaterQuantizedCache(Cache):
         layers = [HeadwaterQuantizedLayer(nbits, residual_length=residual_length) for _ in config.layer_types]
         super().__init__(layers=layers)
 
-    def find_starts(self, attention_mask: Tensor | None) -> None:
-        """Find where each row begins, in the mask [B, S] of all tokens so far: padding is not what stays whole."""
+    def set_starts(self, attention_mask: Tensor | None) -> None:
+        """Set where each row begins, by the mask [B, S] of all tokens so far: padding is not what stays whole."""
         is_known = attention_mask is not None and attention_mask.ndim == 2
         starts = attention_mask.ne(0).cumsum(dim=1).eq(0).sum(dim=1) if is_known else None
         for layer in self.layers:

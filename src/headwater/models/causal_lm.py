@@ -195,7 +195,7 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             reach=positions.clamp(max=limit) if limit else None,
             past_key_values=engine,
             position_embeddings=self.compute_angles(x, positions),
-            kwargs={"token_ids": ids} if self.input_spec.id_readers else {},
+            token_ids=ids if self.input_spec.id_readers else None,
         )
         x = run_blocks(self.layers, self.last_reader, x, self.shared_tensors(ids), inputs.arguments())
         return self.norm(x)[:, 0]

@@ -112,8 +112,9 @@ class ModelInputs(NamedTuple):
 
     attention_mask: in the form of the kernel, by kind of layer. position_ids: [B or 1, T]. reach: see `Context`.
     past_key_values: the cache, or a server's engine. position_embeddings: the angles of RoPE, by kind of layer, as
-    `rotate` takes them. kwargs: further arguments of every block. has_borders: the kernel finds the borders of
-    documents or sequences itself, so its mask does not contain them.
+    `rotate` takes them. token_ids: [B, T], if a mechanism reads them. left_out: tokens before these that blocks are not
+    called with. kwargs: further arguments of every block. has_borders: the kernel finds the borders of documents or
+    sequences itself, so its mask does not contain them.
     """
 
     attention_mask: dict[bool, Any]
@@ -121,6 +122,8 @@ class ModelInputs(NamedTuple):
     reach: Tensor | Ancestors | None = None
     past_key_values: Cache | Engine | None = None
     position_embeddings: dict[bool, Any] = {}
+    token_ids: Tensor | None = None
+    left_out: int = 0
     kwargs: dict[str, Any] = {}
     has_borders: bool = False
 
@@ -132,7 +135,14 @@ class ModelInputs(NamedTuple):
     def arguments(self) -> dict[bool, dict[str, Any]]:
         """The keyword arguments of a block, by kind of layer."""
         name = "cache" if is_paged(self.past_key_values) else CACHE
-        common = {**self.kwargs, "reach": self.reach, "position_ids": self.position_ids, name: self.past_key_values}
+        common = {
+            **self.kwargs,
+            "reach": self.reach,
+            "position_ids": self.position_ids,
+            "token_ids": self.token_ids,
+            "left_out": self.left_out,
+            name: self.past_key_values,
+        }
         return {
             slides: {**common, "position_embeddings": self.position_embeddings.get(slides), "attention_mask": mask}
             for slides, mask in self.attention_mask.items()
@@ -161,7 +171,7 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     # A mask that says which tokens are real, or what they see, whatever the kind of layer.
     attention_mask = None if is_prepared(arguments.attention_mask) else next(iter(masks.values()))
     if isinstance(cache, HeadwaterQuantizedCache):
-        cache.find_starts(attention_mask)
+        cache.set_starts(attention_mask)
     check_gaps(attention_mask, arguments.input_ids, True in spec.kinds)
     served = is_served(arguments)
     cu_seq_lens = None if served else arguments.kwargs.get("cu_seq_lens_q")
@@ -173,9 +183,15 @@ def prepare_inputs(spec: InputSpec, arguments: ForwardArguments) -> ModelInputs:
     positions = find_positions(tokens, attention_mask, position_ids)
     reach = prepare_reach(spec, arguments, tokens, attention_mask, positions)
     check_learned_positions(spec.config, tokens, positions)
-    ids = {"token_ids": arguments.input_ids} if spec.id_readers else {}
-    kwargs = {**arguments.kwargs, **choose_borders(arguments.kwargs, cu_seq_lens, tokens.length, by_document), **ids}
-    return ModelInputs(masks, positions.ids, reach, arguments.past_key_values, {}, kwargs, has_borders)
+    return ModelInputs(
+        masks,
+        positions.ids,
+        reach,
+        arguments.past_key_values,
+        token_ids=arguments.input_ids if spec.id_readers else None,
+        kwargs={**arguments.kwargs, **choose_borders(arguments.kwargs, cu_seq_lens, tokens.length, by_document)},
+        has_borders=has_borders,
+    )
 
 
 # Masks
@@ -229,7 +245,7 @@ def prepare_generation(
     spec.follow_kernel()
     masks = make_masks(spec, tokens, dict.fromkeys(spec.kinds, attention_mask), position_ids)
     prepared = {MASK[slides]: mask for slides, mask in masks.items()}
-    if (seen := find_seen_beyond_gaps(spec, tokens, attention_mask)) is not None:
+    if (seen := prepare_seen(spec, tokens, attention_mask)) is not None:
         prepared[SEEN] = seen
     elif spec.lookback.keeper is not None:
         position_ids = find_positions(tokens, attention_mask, position_ids).ids
@@ -309,7 +325,7 @@ def prepare_reach(
     elif is_prepared(arguments.attention_mask):
         seen = arguments.attention_mask.get(SEEN)
     else:
-        seen = find_seen_beyond_gaps(spec, tokens, attention_mask)
+        seen = prepare_seen(spec, tokens, attention_mask)
     if seen is not None:
         raw = None if tail is None else tail.positions()
         reach = find_ancestors(positions.ids, seen, raw, column, lookback.tail_lengths, starts)
@@ -322,10 +338,10 @@ def prepare_reach(
     return reach
 
 
-def find_seen_beyond_gaps(spec: InputSpec, tokens: NewTokens, attention_mask: Tensor | None) -> Tensor | None:
-    """Find which token sees which, [B, 1, T, S], if padding lies between tokens that a mechanism looks back over.
+def prepare_seen(spec: InputSpec, tokens: NewTokens, attention_mask: Tensor | None) -> Tensor | None:
+    """Prepare which token sees which, [B, 1, T, S], if padding lies between tokens that a mechanism looks back over.
 
-    None if it does not. From the first such padding on, the cache keeps all raw tokens, so that none is lost to it.
+    None if it does not. From the first such padding on, the cache records all raw tokens, so that none is lost to it.
     """
     if spec.lookback.limit == 0 or attention_mask is None:
         return None
@@ -365,9 +381,6 @@ def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int
     }
     if not all(possible for possible, _ in masks.values()):
         return None
-    kwargs = {**inputs.kwargs, "left_out": tokens.length - count}
-    if "token_ids" in kwargs:
-        kwargs["token_ids"] = select_last(kwargs["token_ids"], count)
     return inputs._replace(
         attention_mask={slides: mask for slides, (_, mask) in masks.items()},
         position_ids=select_last(inputs.position_ids, count),
@@ -376,7 +389,8 @@ def keep_last_tokens(spec: InputSpec, inputs: ModelInputs, x: Tensor, count: int
             slides: tuple(angle[:, :, -count:] for angle in angles)
             for slides, angles in inputs.position_embeddings.items()
         },
-        kwargs=kwargs,
+        token_ids=select_last(inputs.token_ids, count),
+        left_out=tokens.length - count,
     )
 
 
