@@ -114,7 +114,7 @@ SAYING = '''
 import torch
 from torch import nn
 
-from headwater.mechanisms.enlarging import SAME, Dim
+from headwater.mechanisms.growth_map import SAME, Dim
 from headwater.mechanisms import QKV, Ancestors, Cost, Mechanism
 
 

@@ -24,7 +24,7 @@ from headwater.config.planner import groups_of, plan_layers, with_all_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Processes, axes_of, can_split_heads
 from headwater.mechanisms.contract import Mechanism
-from headwater.mechanisms.enlarging import select_heads
+from headwater.mechanisms.growth_map import select_heads
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes

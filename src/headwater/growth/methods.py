@@ -1,4 +1,4 @@
-"""The ways to make a model deeper and wider: which old part each new part is made from.
+"""Methods to make a model deeper and wider: which old part each new part copies.
 
 Deeper, from L layers to L':
 
@@ -17,7 +17,7 @@ What reads copies shares the old weight w among them, each w/n ± noise, so that
 without it copies would have equal gradients forever. hypercloning has the paper's "noisy symmetric" form, 10 dB below
 the weights, and lemon noise as large as the weights.
 
-"exact" and "lemon" name a way for both directions (identity in depth); two ways are joined by "+": stack+hypercloning.
+"exact" and "lemon" also make models deeper, as identity does. Two methods are joined by "+": stack+hypercloning.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from typing import Literal, get_args
 
 from headwater.config.layers import MOST
 from headwater.config.text import HeadwaterConfig
-from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.growth_map import GrowthMap
 from headwater.util.errors import HeadwaterError, check_known, either
 
-DEEPER = ("identity", "stack", "interleave")
-WIDER = ("exact", "hypercloning", "lemon", "net2net")
-BOTH = {"exact": "identity", "lemon": "identity"}
-CHANGES = ("stack", "interleave", "net2net")
+DEPTH_METHODS = ("identity", "stack", "interleave")
+WIDTH_METHODS = ("exact", "hypercloning", "lemon", "net2net")
+DEPTH_METHOD_OF = {"exact": "identity", "lemon": "identity"}
+INEXACT = ("stack", "interleave", "net2net")
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 # An upper bound, since growth lists every channel, head and layer.
 _MOST_CHANNELS = 2**20
@@ -52,7 +52,7 @@ class GrowthOptions:
 
     num_hidden_layers, hidden_size, intermediate_size, num_attention_heads, num_key_value_heads: the new sizes; None
         keeps one, and key/value heads keep their ratio to the query heads. The width of a head stays.
-    method: how the new parts are made from the old (`headwater.growth.methods`): "exact" (default), "lemon",
+    method: how new parts are made from old ones (`headwater.growth.methods`): "exact" (default), "lemon",
         "identity", "stack", "interleave", "hypercloning", "net2net", or two joined by "+", as in "stack+hypercloning".
         "stack", "interleave" and "net2net" change the function.
     attention_pairs, ffn_pairs: pairs of each attention projection and feed-forward of a model with parameter tokens.
@@ -100,37 +100,37 @@ class GrowthOptions:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that are set, except numbers of pairs."""
+        """Sizes that are set, except numbers of pairs."""
         return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
 
 def parse_method(method: str) -> tuple[str | None, str | None]:
-    """The ways that a method names to make a model deeper and wider; None where it names none."""
+    """Split a method into one to make a model deeper and one to make it wider; None where it names none."""
     if not isinstance(method, str):
         raise HeadwaterError(f"method must be a name, such as 'exact', not {method!r}.")
     deeper = wider = None
-    for way in (names := method.split("+")):
-        check_known("There is no growth method", way, (*DEEPER, *WIDER))
-        deeper, wider = (way, wider) if way in DEEPER else (deeper, way)
+    for name in (names := method.split("+")):
+        check_known("There is no growth method", name, (*DEPTH_METHODS, *WIDTH_METHODS))
+        deeper, wider = (name, wider) if name in DEPTH_METHODS else (deeper, name)
     if len(names) > 2 or (len(names) == 2 and None in (deeper, wider)):
         raise HeadwaterError(
             f"The method {method!r} must be a single method, or one that makes a model deeper "
-            f"({either([*map(repr, DEEPER)])}) and one that makes it wider ({either([*map(repr, WIDER)])}), joined by "
-            "'+'."
+            f"({either([*map(repr, DEPTH_METHODS)])}) and one that makes it wider "
+            f"({either([*map(repr, WIDTH_METHODS)])}), joined by '+'."
         )
-    return deeper or BOTH.get(str(wider)), wider
+    return deeper or DEPTH_METHOD_OF.get(str(wider)), wider
 
 
-def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
-    """Choose what each part of a larger model is made from. Raises `HeadwaterError` for sizes it cannot give."""
+def map_growth(config: HeadwaterConfig, options: GrowthOptions) -> GrowthMap:
+    """Map each part of a larger model to an old one. Raises `HeadwaterError` for sizes that the method cannot give."""
     method, sizes = options.method, options.sizes
     deeper, wider = parse_method(method)
-    _check_larger(config, sizes)
+    _check_sizes(config, sizes)
     old = {name: getattr(config, name) for name in SIZES}
     new = old | sizes | _scale_kv_heads(config, sizes)
     grows = {name for name in old if new[name] > old[name]}
     _check_directions(method, deeper, wider, grows)
-    layers, silent = _map_layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
+    layers, identity_layers = _map_layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
     if wider == "hypercloning":
         for name in grows - {"num_hidden_layers"}:
             if new[name] % old[name]:
@@ -140,25 +140,25 @@ def make_larger(config: HeadwaterConfig, options: GrowthOptions) -> Larger:
                 )
     copies = wider in NOISE
     kv, q = _map_heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
-    layer_norm, units = config.norm == "layer_norm", old["intermediate_size"]
-    ways_used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
-    growth = Larger(
+    units = old["intermediate_size"]
+    methods_used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
+    growth = GrowthMap(
         layers=layers,
-        silent=silent,
+        identity_layers=identity_layers,
         stream=_map_stream(old["hidden_size"], new["hidden_size"], copies),
         q=q,
         kv=kv,
         units=tuple(unit % units if copies or unit < units else -1 for unit in range(new["intermediate_size"])),
-        fill="any" if wider == "net2net" else "mean" if layer_norm else "zero",
-        keeps=not ways_used & set(CHANGES),
+        padding="fresh" if wider == "net2net" else "mean" if config.norm == "layer_norm" else "zero",
+        preserves_function=not methods_used & set(INEXACT),
         noise=NOISE.get(str(wider), 0.0),
     )
-    if growth.fill != "any":
+    if growth.zero_init:
         _check_exact(config, growth)
     return growth
 
 
-def _check_larger(config: HeadwaterConfig, sizes: dict[str, int]) -> None:
+def _check_sizes(config: HeadwaterConfig, sizes: dict[str, int]) -> None:
     """Raise `HeadwaterError` for a size that would shrink or is out of bounds."""
     for name, size in sizes.items():
         if size < getattr(config, name):
@@ -168,7 +168,7 @@ def _check_larger(config: HeadwaterConfig, sizes: dict[str, int]) -> None:
 
 
 def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str, int]:
-    """The key/value heads that keep their ratio to more query heads, unless their number is given."""
+    """Count the key/value heads that keep their ratio to more query heads, unless their number is given."""
     if "num_attention_heads" not in sizes or "num_key_value_heads" in sizes:
         return {}
     ratio = config.num_attention_heads // config.num_key_value_heads
@@ -181,7 +181,7 @@ def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str,
 
 
 def _check_directions(method: str, deeper: str | None, wider: str | None, grows: set[str]) -> None:
-    """Raise `HeadwaterError` if the method has no way to grow in a direction, or one for a direction that stays."""
+    """Raise `HeadwaterError` if the method lacks a direction that grows, or names one that does not."""
     if deeper is None and "num_hidden_layers" in grows:
         raise HeadwaterError(f"The method {method!r} does not make models deeper; use, for example, identity+{method}.")
     if wider is None and grows - {"num_hidden_layers"}:
@@ -193,25 +193,25 @@ def _check_directions(method: str, deeper: str | None, wider: str | None, grows:
         )
 
 
-def _map_layers(old: int, new: int, way: str | None) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Map each new layer to the old one, and list the new layers that add nothing."""
-    if way == "stack":
+def _map_layers(old: int, new: int, method: str | None) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Map each new layer to an old one, and list the identity layers."""
+    if method == "stack":
         if new % old:
             raise HeadwaterError(
                 f"stack repeats the whole model: num_hidden_layers can be {2 * old} or {3 * old}, not {new}; use the "
                 "method interleave for other depths."
             )
         return tuple(layer % old for layer in range(new)), frozenset()
-    if way == "interleave":
+    if method == "interleave":
         return tuple(layer * old // new for layer in range(new)), frozenset()
     layers: list[int] = []
-    silent: list[int] = []
+    identity_layers: list[int] = []
     for layer in range(old):  # spread the new layers evenly, with the last one at the end
         layers.append(layer)
         for _ in range((layer + 1) * (new - old) // old - layer * (new - old) // old):
-            silent.append(len(layers))
+            identity_layers.append(len(layers))
             layers.append(layer)
-    return tuple(layers), frozenset(silent)
+    return tuple(layers), frozenset(identity_layers)
 
 
 def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
 def _map_heads(
     config: HeadwaterConfig, queries: int, heads: int, copies: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Map each key/value head and each query head to the old one. Copies of a head are placed next to it."""
+    """Map each key/value head and each query head to an old one. Copies of a head are placed next to it."""
     old, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
     if queries % heads:
         raise HeadwaterError(
@@ -247,8 +247,8 @@ def _map_heads(
     return kv, tuple(q)
 
 
-def _check_exact(config: HeadwaterConfig, growth: Larger) -> None:
-    """Raise `HeadwaterError` where the parts of the model itself would not keep the function."""
+def _check_exact(config: HeadwaterConfig, growth: GrowthMap) -> None:
+    """Raise `HeadwaterError` where modules of the model itself would not preserve the function."""
     advice = "use the method net2net, which does not keep the function"
     if config.position == "alibi" and len(growth.q) > config.num_attention_heads:
         raise HeadwaterError(f"ALiBi's slopes depend on the number of heads; grow other sizes, or {advice}.")
@@ -269,7 +269,7 @@ def _check_exact(config: HeadwaterConfig, growth: Larger) -> None:
             f"New channels of the residual stream need another norm_eps, which the norms of queries and keys (qk_norm) "
             f"share; {instead}."
         )
-    if growth.fill == "mean" and (config.output_norms or config.embedding_norm):
+    if growth.padding == "mean" and (config.output_norms or config.embedding_norm):
         raise HeadwaterError(
             f"Under LayerNorm new channels hold the mean of the others, which output_norms and embedding_norm would "
             f"not give them; {instead}."

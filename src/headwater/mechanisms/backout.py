@@ -17,8 +17,8 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, GrowthMap, fixed_axes
 from headwater.mechanisms.receivers import identity_with
 from headwater.util.errors import HeadwaterError
 
@@ -91,8 +91,8 @@ class Backout(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        if not growth.deepens or (options["layer"] is None and not growth.keeps):
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        if not growth.deepens or (options["layer"] is None and not growth.preserves_function):
             return options
         return options | {"layer": growth.find_source(len(growth.layers) - 1, cls.find_source(options, config).layer)}
 

@@ -28,8 +28,8 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown, Step
 from headwater.mechanisms.contract import KV, QKV, Context, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Larger
 from headwater.mechanisms.fp32 import KeepsPrecision
+from headwater.mechanisms.growth_map import GrowthMap
 from headwater.plugins.registry import has_own, in_order, resolve
 from headwater.util.errors import HeadwaterError
 
@@ -237,7 +237,7 @@ class Blend(KeepsPrecision, Mechanism):
         return options | {"mechanisms": completed or None}
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         raise HeadwaterError("The model is being converted to a smaller cache; finish the conversion before it grows.")
 
     def prepare_training(self, step: Step) -> float | None:

@@ -18,7 +18,7 @@ from headwater.util.errors import HeadwaterError
 if TYPE_CHECKING:
     from headwater.config.plan import Cost, LayerPlan, Source
     from headwater.config.text import HeadwaterConfig
-    from headwater.mechanisms.enlarging import Dim, Larger
+    from headwater.mechanisms.growth_map import Dim, GrowthMap
 
 # A mechanism's parsed options, by name.
 OptionValues = dict[str, Any]
@@ -59,10 +59,11 @@ class GrowsOptions(Protocol):
     """Options in a larger model. Used by `headwater grow`, which cannot grow a model with a mechanism that lacks it."""
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         """Return the options under which a larger model does the same. config: the smaller model's.
 
-        Raises `HeadwaterError` for growth that is impossible, or that changes the function although `growth.keeps`.
+        Raises `HeadwaterError` for growth that is impossible, or that changes the function against
+        `growth.preserves_function`.
         """
 
 

@@ -17,8 +17,8 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import Dim, GrowthMap
 from headwater.mechanisms.receivers import check_least, identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
@@ -102,8 +102,8 @@ class DenseFormer(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        if growth.deepens and growth.keeps and (options["dilation"], options["period"]) != (1, 1):
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        if growth.deepens and growth.preserves_function and (options["dilation"], options["period"]) != (1, 1):
             raise HeadwaterError(
                 "Mechanism 'dense_former' counts layers by its dilation and period, which new layers between them "
                 "change; use a method that does not keep the function, or set both to 1."

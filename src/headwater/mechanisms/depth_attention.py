@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import READS, SAME, Larger, fixed_axes
+from headwater.mechanisms.growth_map import READS, SAME, GrowthMap, fixed_axes
 from headwater.mechanisms.receivers import check_least, check_receivers, list_receivers
 from headwater.util.errors import HeadwaterError
 
@@ -159,13 +159,13 @@ class DepthAttention(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        if growth.keeps and growth.deepens:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        if growth.preserves_function and growth.deepens:
             raise HeadwaterError(
                 "Mechanism 'depth_attention' weighs what all layers add by a softmax, which every new layer changes; "
                 "use a method that does not keep the function, such as stack."
             )
-        if growth.keeps and growth.widens and options["variant"] == "inkling_2":
+        if growth.preserves_function and growth.widens and options["variant"] == "inkling_2":
             raise HeadwaterError(
                 "Mechanism 'depth_attention' divides its scores by √hidden_size in variant inkling_2; grow other sizes."
             )

@@ -20,9 +20,9 @@ from headwater.config.plan import EMBEDDING, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, identity_with, is_chosen, move_layers
+from headwater.mechanisms.growth_map import SAME, fixed_axes
+from headwater.mechanisms.receivers import check_layers, grow_layers, identity_with, is_chosen
 from headwater.mechanisms.weighted_sum import weighted_sum
 
 
@@ -83,7 +83,7 @@ class EmbeddingResidual(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    grow_options = staticmethod(move_layers)
+    grow_options = staticmethod(grow_layers)
     describe_axes = fixed_axes(SAME)
 
     def find_neutral_value(self, parameter: str) -> Tensor | None:

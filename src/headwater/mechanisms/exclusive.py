@@ -19,16 +19,16 @@ from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Dim, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import Dim, fixed_axes
 from headwater.mechanisms.receivers import (
     check_layers,
     check_own_values,
     find_value_slots,
+    grow_layers,
     identity_with,
     is_chosen,
     join_heads,
-    move_layers,
 )
 from headwater.util.errors import HeadwaterError
 
@@ -122,7 +122,7 @@ class Exclusive(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    grow_options = staticmethod(move_layers)
+    grow_options = staticmethod(grow_layers)
 
     describe_axes = fixed_axes(Dim("q"))
 

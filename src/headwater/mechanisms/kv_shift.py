@@ -30,8 +30,8 @@ from headwater.config.plan import LayerPlan, Part, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
 from headwater.mechanisms.receivers import check_own_values
 from headwater.mechanisms.shift import read_tail, shift, shift_second
 from headwater.util.errors import HeadwaterError, check_known
@@ -226,7 +226,7 @@ class KVShift(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         if options["variant"] == "half_heads":
             for heads in [growth.kv] * (options["keys"] or options["values"]) + [growth.q] * options["queries"]:
                 new, old = len(heads), max(heads) + 1

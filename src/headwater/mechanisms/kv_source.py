@@ -29,7 +29,7 @@ from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.growth_map import GrowthMap
 from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError
 
@@ -138,8 +138,8 @@ class KVSource(Mechanism):
         return options | maps | {"num_shared_layers": None, "layer_types": None}
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        def move_sources(kind: str) -> list[int]:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        def map_sources(kind: str) -> list[int]:
             sources = cls.list_sources(options, config, kind)
             return [
                 layer if sources[old] == old else growth.find_source(layer, sources[old])
@@ -148,7 +148,7 @@ class KVSource(Mechanism):
 
         if not growth.deepens:
             return options
-        return parse_options(cls, {"keys": move_sources("keys"), "values": move_sources("values")})
+        return parse_options(cls, {"keys": map_sources("keys"), "values": map_sources("values")})
 
     @classmethod
     def choose_sources(

@@ -22,7 +22,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
+from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
 from headwater.mechanisms.receivers import check_least
 from headwater.util.errors import HeadwaterError
 
@@ -117,7 +117,7 @@ class LowRankKV(Mechanism):
         return self(kv.k.transpose(1, 2).flatten(2))
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         shares = any(plan.attends[0].k != plan.index for plan in plan_layers(config))
         if growth.extends("kv") and (shares or options["heads"] is not None):
             raise HeadwaterError(

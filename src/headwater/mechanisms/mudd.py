@@ -26,8 +26,8 @@ from headwater.config.text import HeadwaterConfig
 from headwater.kernels.fused_norm import rms_norm
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import READS, SAME, Dim
 from headwater.mechanisms.receivers import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 

@@ -20,8 +20,8 @@ from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, fixed_axes
 from headwater.mechanisms.receivers import check_own_values, find_value_slots, identity_with, join_heads, keep_options
 from headwater.util.errors import HeadwaterError
 

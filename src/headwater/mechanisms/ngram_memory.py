@@ -35,8 +35,8 @@ from headwater.config.plan import LayerPlan, Source, TailPart
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
-from headwater.mechanisms.enlarging import SAME, WRITES, Dim, Larger, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, WRITES, Dim, GrowthMap, fixed_axes
 from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
@@ -363,7 +363,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return options if options["vocab_size"] is not None else options | {"vocab_size": config.vocab_size}
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         grows = growth.widens if options["target"] == "stream" else growth.extends("kv")
         if grows and options["rank"] is None:
             raise HeadwaterError(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import READS, Dim, Larger, fixed_axes
-from headwater.mechanisms.receivers import check_channels, check_layers, identity_with, is_chosen, move_layers
+from headwater.mechanisms.growth_map import READS, Dim, GrowthMap, fixed_axes
+from headwater.mechanisms.receivers import check_channels, check_layers, grow_layers, identity_with, is_chosen
 from headwater.util.errors import HeadwaterError
 
 
@@ -109,9 +109,9 @@ class OutputGate(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         reads_all = options["channels"] == config.hidden_size
-        return move_layers(options, config, growth) | ({"channels": None} if reads_all else {})
+        return grow_layers(options, config, growth) | ({"channels": None} if reads_all else {})
 
     describe_axes = fixed_axes(Dim("q"), READS)
 

@@ -41,8 +41,8 @@ from headwater.kernels import can_fuse
 from headwater.kernels.fused_pattention import fused_pattention
 from headwater.mechanisms.capabilities import Group, Shown, Step
 from headwater.mechanisms.contract import Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import LINEAR_IN, LINEAR_OUT, SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision
+from headwater.mechanisms.growth_map import LINEAR_IN, LINEAR_OUT, SAME, Dim, GrowthMap
 from headwater.mechanisms.product_keys import ProductKeys, find_largest, take_entries, weighted_rows
 from headwater.util.errors import HeadwaterError, check_known
 
@@ -376,8 +376,8 @@ class Pattention(Mechanism):
         return Cost(parameters=numbers, flops=2 * numbers, saved=saved.get(options["score"], 3 * pairs + 3))
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        if growth.keeps and options["score"] == "softmax" and (growth.widens or growth.extends("q")):
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        if growth.preserves_function and options["score"] == "softmax" and (growth.widens or growth.extends("q")):
             raise HeadwaterError(
                 "Mechanism 'pattention': score=softmax divides by the square root of its input's width, so with "
                 "another width or number of heads it would compute something else; add pairs or layers, or use a "

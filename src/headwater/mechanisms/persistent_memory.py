@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, Dim, fixed_axes
-from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
+from headwater.mechanisms.growth_map import SAME, Dim, fixed_axes
+from headwater.mechanisms.receivers import check_layers, check_least, grow_layers, is_chosen
 from headwater.util.errors import HeadwaterError
 
 
@@ -117,6 +117,6 @@ class PersistentMemory(Mechanism):
     def list_kernels(cls, options: OptionValues) -> tuple[str, ...]:
         return "sdpa", "eager", "matmul"  # other kernels take no mask for keys without a position in the row
 
-    grow_options = staticmethod(move_layers)
+    grow_options = staticmethod(grow_layers)
 
     describe_axes = fixed_axes(Dim("kv"), SAME)

@@ -10,7 +10,7 @@ from torch import Tensor
 from headwater.config.plan import Heads, LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.growth_map import GrowthMap
 from headwater.util.errors import HeadwaterError
 
 
@@ -119,7 +119,7 @@ def check_channels(mechanism: type[Mechanism], options: OptionValues, config: He
         )
 
 
-def keep_options(options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+def keep_options(options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
     """`grow_options` of a mechanism whose options are the same in every larger model."""
     return options
 
@@ -134,7 +134,7 @@ def identity_with(**identity: Any) -> Any:
     return staticmethod(find_identity_options)
 
 
-def move_receivers(options: OptionValues, layers: list[int], growth: Larger) -> OptionValues:
+def grow_receivers(options: OptionValues, layers: list[int], growth: GrowthMap) -> OptionValues:
     """Move the options `source` and `layers` to a larger model, where all copies of the receiving `layers` receive."""
     source = growth.first_copy(options["source"])
     new = [layer for layer in growth.list_copies(layers) if layer > source]
@@ -142,7 +142,7 @@ def move_receivers(options: OptionValues, layers: list[int], growth: Larger) -> 
     return options | {"source": source, "layers": None if options["layers"] is None and everything else new}
 
 
-def move_layers(options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+def grow_layers(options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
     """`grow_options` of a mechanism that may act in every layer: it acts in all copies of its `layers`."""
     layers = options["layers"]
     return options | {"layers": None if layers is None else growth.list_copies(layers)}

@@ -34,9 +34,9 @@ from headwater.config.plan import LayerPlan, Source, Stage, TailPart
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
-from headwater.mechanisms.enlarging import READS, SAME, Dim
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
-from headwater.mechanisms.receivers import check_layers, check_least, is_chosen, move_layers
+from headwater.mechanisms.growth_map import READS, SAME, Dim
+from headwater.mechanisms.receivers import check_layers, check_least, grow_layers, is_chosen
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, check_known
 
@@ -262,7 +262,7 @@ class ShortConv(KeepsPrecision, Mechanism):
 
     # Capabilities
 
-    grow_options = staticmethod(move_layers)
+    grow_options = staticmethod(grow_layers)
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         name, is_map = parameter.removesuffix("_taps"), parameter.endswith("_map.weight")

@@ -19,7 +19,7 @@ from typing import Literal
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Larger
+from headwater.mechanisms.growth_map import GrowthMap
 from headwater.util.errors import HeadwaterError
 
 
@@ -74,14 +74,14 @@ class SkipLayer(Mechanism):
         return (3 * config.num_attention_heads // 4 if heads is None else heads) // groups
 
     @classmethod
-    def _move_distance(cls, distance: int, growth: Larger) -> int:
+    def _grow_distance(cls, distance: int, growth: GrowthMap) -> int:
         """Find the distance with the same meaning in the larger model. Raises `HeadwaterError` if there is none."""
-        copies = [growth.first_copy(layer) for layer in range(growth.depth)]
-        distances = {copies[layer] - copies[layer - distance] for layer in range(distance, growth.depth)}
+        copies = [growth.first_copy(layer) for layer in range(growth.old_depth)]
+        distances = {copies[layer] - copies[layer - distance] for layer in range(distance, growth.old_depth)}
         if distance and (len(distances) > 1 or copies[distance - 1] >= min(distances)):
             raise HeadwaterError(
                 f"Mechanism 'skip_layer' attends {distance} layers back, and added layers would change some of these "
-                f"distances; add {growth.depth} layers or a multiple, or use the method stack."
+                f"distances; add {growth.old_depth} layers or a multiple, or use the method stack."
             )
         return distances.pop() if distance else 0
 
@@ -102,12 +102,12 @@ class SkipLayer(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         skipping, old = cls.count_skipping(options, config), config.num_key_value_heads
         first_skipping = next((new for new, head in enumerate(growth.kv) if head >= old - skipping), len(growth.kv))
         queries = (len(growth.kv) - first_skipping) * (len(growth.q) // len(growth.kv))
         distance = cls.find_distance(options, config)
-        layers = cls._move_distance(distance, growth) if growth.keeps else distance
+        layers = cls._grow_distance(distance, growth) if growth.preserves_function else distance
         return options | {"layers": layers, "heads": queries}
 
     per_head = per_token = True

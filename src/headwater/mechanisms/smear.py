@@ -21,8 +21,8 @@ from headwater.config.plan import LayerPlan, Source
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues, Reach, Tail
-from headwater.mechanisms.enlarging import SAME, Larger, fixed_axes
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, GrowthMap, fixed_axes
 from headwater.mechanisms.receivers import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
 from headwater.util.errors import HeadwaterError
@@ -95,8 +95,8 @@ class Smear(KeepsPrecision, Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        if growth.pads and options["norm"] != "none" and growth.fill != "any":
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        if growth.pads and options["norm"] != "none" and growth.zero_init:
             raise HeadwaterError(
                 "Mechanism 'smear' norms the embedding, which new channels change; multiply hidden_size (hypercloning)."
             )

@@ -14,8 +14,8 @@ from typing import Literal
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
-from headwater.mechanisms.enlarging import Larger
-from headwater.mechanisms.receivers import check_receivers, list_receivers, move_receivers
+from headwater.mechanisms.growth_map import GrowthMap
+from headwater.mechanisms.receivers import check_receivers, grow_receivers, list_receivers
 
 
 class SVFormer(Mechanism):
@@ -43,7 +43,7 @@ class SVFormer(Mechanism):
     # Capabilities
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        return move_receivers(options, list_receivers(options, config), growth)
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        return grow_receivers(options, list_receivers(options, config), growth)
 
     per_head = per_token = True

@@ -24,8 +24,8 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
 from headwater.mechanisms.receivers import (
     check_channels,
     check_layers,
@@ -239,10 +239,10 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         return int(parameter == "table.weight")
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
-        # Layers that add nothing at first get no table. Otherwise shared tables would go to other layers.
-        acting = list_acting_layers(cls, plan_layers(config))
-        layers = [growth.first_copy(layer) for layer in acting] if growth.silent else growth.list_copies(acting)
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
+        # Identity layers get no table. Otherwise shared tables would go to other layers.
+        layers = list_acting_layers(cls, plan_layers(config))
+        layers = [*map(growth.first_copy, layers)] if growth.identity_layers else growth.list_copies(layers)
         return options | {"layers": layers} if growth.deepens else options
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:

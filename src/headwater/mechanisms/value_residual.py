@@ -30,14 +30,14 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues
-from headwater.mechanisms.enlarging import SAME, Dim, Larger
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
+from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
 from headwater.mechanisms.receivers import (
     check_receivers,
+    grow_receivers,
     join_heads,
     list_acting_layers,
     list_receivers,
-    move_receivers,
 )
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError, check_known
@@ -305,15 +305,15 @@ class ValueResidual(KeepsPrecision, Mechanism):
         return Cost(parameters=len(list_acting_layers(cls, plan_layers(config))) + 1)
 
     @classmethod
-    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: Larger) -> OptionValues:
+    def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
         acting, depth = list_acting_layers(cls, plan_layers(config)), config.num_hidden_layers
-        if options["mode"] == "learnable_plus" and growth.silent:  # leave layers that add nothing out of the budget
+        if options["mode"] == "learnable_plus" and growth.identity_layers:  # leave them out of the budget
             layers = [growth.first_copy(layer) for layer in acting]
             return options | {"source": growth.first_copy(options["source"]), "layers": layers}
         fixed = options["mode"] == "sparse" and options["layers"] is None
         if growth.deepens and fixed:  # different layers are the last ones now
             options = options | {"layers": acting}
-        return move_receivers(options, acting, growth) if len(growth.layers) > depth else options
+        return grow_receivers(options, acting, growth) if len(growth.layers) > depth else options
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         if self.mode != "dense":

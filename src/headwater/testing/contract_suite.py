@@ -24,8 +24,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion import add_mechanisms
 from headwater.cost import counts as cost
 from headwater.engines.pages import check_servable
-from headwater.growth.enlarge import FunctionChanged
-from headwater.growth.grow import grow
+from headwater.growth.grown_model import FunctionChanged, grow
 from headwater.mechanisms.capabilities import AddsToTrainedModel, can_split_heads, can_split_tokens
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import POSITIONS, cache_bytes

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.convert import blend_config, check_conversion, choose_sources, finish_config
 from headwater.conversion.latent import latent_config
-from headwater.growth.grow import grown_config
+from headwater.growth.grown_model import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
 from headwater.plugins.registry import as_mapping
 from headwater.util.errors import HeadwaterError

@@ -28,8 +28,9 @@ from headwater.conversion.convert import (
 from headwater.conversion.latent import make_latent
 from headwater.cost.counts import cache_bytes_per_token
 from headwater.growth import grow
-from headwater.growth.enlarge import Model, Moves, make_larger, split_name
-from headwater.growth.methods import GrowthOptions
+from headwater.growth.grown_parameters import ParameterGrower, split_name
+from headwater.growth.methods import GrowthOptions, map_growth
+from headwater.growth.parameter_tokens import Model
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.image_classification import HeadwaterForImageClassification
 from headwater.nn.patches import resize_positions
@@ -311,29 +312,29 @@ def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: G
     get an average of zero, and of squares the mean of the old ones: after zeros Adam, which counts steps once per
     tensor, would make large updates. A parameter with no counterpart has been stepped 0 times. state: not empty.
     """
-    growth = make_larger(model.config, options)
-    moves = Moves(model, large, growth)
+    growth = map_growth(model.config, options)
+    grower = ParameterGrower(model, large, growth)
     averages: dict[str, Tensor] = {}
     kinds = {name.rpartition(".")[2] for name in state}
     for name, parameter in large.named_parameters():
-        old = moves.old_name(name)
-        if old not in moves.names:
+        old = grower.find_source_name(name)
+        if old not in grower.parameters:
             averages[f"optimizer.{name}.step"] = torch.zeros(1)
         for kind in sorted(kinds):
             tensor = state.get(f"optimizer.{old}.{kind}")
             if tensor is None:
                 continue
             key = f"optimizer.{name}.{kind}"
-            is_count = kind == "step" or tensor.shape == (1,) != moves.names[old].shape
+            is_count = kind == "step" or tensor.shape == (1,) != grower.parameters[old].shape
             if is_count or (not options.sizes and tensor.shape == parameter.shape):
                 averages[key] = tensor.clone()
                 continue
             squares = kind.endswith("exp_avg_sq")  # also matches AMSGrad's maximum
             fresh = torch.full(parameter.shape, float(tensor.mean()) if squares else 0.0, dtype=tensor.dtype)
-            moved = moves.make_tensor(name, fresh, tensor, 2 if squares else 1)
-            if moved is not None:
-                silent = split_name(name)[0] in growth.silent and not squares
-                averages[key] = torch.zeros_like(moved) if silent else moved.to(tensor.dtype)
+            grown = grower.grow_tensor(name, fresh, tensor, 2 if squares else 1)
+            if grown is not None:
+                is_zero = split_name(name)[0] in growth.identity_layers and not squares
+                averages[key] = torch.zeros_like(grown) if is_zero else grown.to(tensor.dtype)
     return averages
 
 

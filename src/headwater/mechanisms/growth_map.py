@@ -1,21 +1,21 @@
-"""Plain data of growth: how a larger model comes from a smaller one (`Larger`), and a parameter's axes (`Dim`).
+"""The map from a larger model to the smaller one that it is made from (`GrowthMap`), and a parameter's axes (`Dim`).
 
-`headwater.growth` makes a `Larger`; each mechanism answers with `GrowsOptions` and `DescribesAxes`.
+`headwater.growth` makes a `GrowthMap`. Mechanisms say how they grow by `GrowsOptions` and `DescribesAxes`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# What one entry of a dimension belongs to: a channel of the residual stream; a query head; a head whose keys or values
+# What one entry along an axis belongs to: a channel of the residual stream; a query head; a head whose keys or values
 # the layer stores; a key/value head of the model; a unit of the feed-forward; an earlier layer; an input or output of a
 # linear layer that the module replaces; or none of these.
 DimKind = Literal[
     "same", "stream", "q", "k", "v", "kv", "units", "layers", "norm", "output norm", "outputs",
     "linear in", "linear out",
 ]  # fmt: skip
-# What the stream's new channels hold: zero, the mean of the old ones, or any value.
-Fill = Literal["zero", "mean", "any"]
+# What channels of the stream without a source hold: zero, the mean of the old ones, or values as in a fresh model.
+Padding = Literal["zero", "mean", "fresh"]
 
 
 class Dim(NamedTuple):
@@ -67,34 +67,33 @@ def select_heads(
 
 
 @dataclass(frozen=True)
-class Larger:
-    """The parts of a larger model in terms of the smaller one's.
+class GrowthMap:
+    """A map from the layers, channels, heads and units of a larger model to those of the smaller one.
 
-    layers: for each new layer, the old one that it is made from. silent: new layers that add nothing at first.
+    layers: for each new layer, the old one that it copies. identity_layers: new layers that add nothing at first.
     stream, q, kv, units: for each new channel, query head, key/value head and feed-forward unit, the old one that it
         copies; -1: none.
-    fill: what new channels of the stream hold; with "any" nothing new is zero. keeps: whether the function is kept.
+    padding: see `Padding`; with "fresh" nothing new is zero. preserves_function: whether the logits stay the same.
     noise: standard deviation of the noise between copies, over that of the old weights.
     """
 
     layers: tuple[int, ...]
-    silent: frozenset[int]
+    identity_layers: frozenset[int]
     stream: tuple[int, ...]
     q: tuple[int, ...]
     kv: tuple[int, ...]
     units: tuple[int, ...]
-    fill: Fill = "zero"
-    keeps: bool = True
+    padding: Padding = "zero"
+    preserves_function: bool = True
     noise: float = 0.0
 
     @property
-    def depth(self) -> int:
-        """Layers of the old model."""
+    def old_depth(self) -> int:
         return max(self.layers) + 1
 
     @property
     def deepens(self) -> bool:
-        return len(self.layers) > self.depth
+        return len(self.layers) > self.old_depth
 
     def extends(self, axis: Literal["stream", "q", "kv", "units"]) -> bool:
         """Whether there are more channels, heads or units than in the old model."""
@@ -111,33 +110,38 @@ class Larger:
         return -1 in self.stream
 
     @property
+    def zero_init(self) -> bool:
+        """Whether what copies nothing starts at zero (or channels at the mean), not as in a fresh model."""
+        return self.padding != "fresh"
+
+    @property
     def mean_square_ratio(self) -> float:
         """The ratio of the new stream's mean square to the old one's, if its new channels are zero."""
         return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
 
     def first_copy(self, layer: int) -> int:
-        """Find an old layer's first copy in the new model. -1, the embedding, stays."""
-        return next((new for new, old in enumerate(self.layers) if old == layer and new not in self.silent), -1)
+        """Find the first copy of an old layer; -1, the embedding, stays."""
+        return next((new for new in self.list_copies([layer]) if new not in self.identity_layers), -1)
 
     def list_copies(self, layers: Iterable[int]) -> list[int]:
-        """List all new layers made from some old ones."""
-        chosen = set(layers)
-        return [new for new, old in enumerate(self.layers) if old in chosen]
+        """List all copies of some old layers."""
+        sources = set(layers)
+        return [new for new, old in enumerate(self.layers) if old in sources]
 
     def find_source(self, layer: int, old: int) -> int:
-        """Find the new layer that gives `layer` what `old` gave the old layer from which `layer` is made.
+        """Find the copy of layer `old` that `layer` reads where its own source read `old`.
 
-        Where the function is kept, the old layer itself; else its nearest copy that does not come later.
+        This is the first copy if the function is preserved, else the nearest one that does not come later.
         """
         if old < 0:
             return -1
-        if self.keeps:
+        if self.preserves_function:
             return self.first_copy(old)
         return max(new for new in self.list_copies([old]) if new <= layer)
 
-    def move_entry(self, layer: int, entry: Hashable) -> Hashable:
-        """Translate an entry of an old layer's `Dim.entries` for new layer `layer`, which is made from that layer."""
+    def map_entry(self, layer: int, entry: Hashable) -> Hashable:
+        """Map an entry of `Dim.entries` of the source of `layer` to an entry of `layer`."""
         if isinstance(entry, tuple):
             label, inner = entry
-            return label, self.move_entry(layer, inner)
+            return label, self.map_entry(layer, inner)
         return self.find_source(layer, entry) if isinstance(entry, int) else entry

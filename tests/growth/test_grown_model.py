@@ -9,8 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from conftest import assert_near, build, config, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterForImageClassification, HeadwaterVisionConfig
-from headwater.growth import enlarge, methods, pairs_of
-from headwater.growth.enlarge import plan_growth
+from headwater.growth import grown_parameters, methods, pairs_of
+from headwater.growth.grown_model import plan_growth
 from headwater.growth.methods import GrowthOptions
 from headwater.mechanisms.kv_shift import KVShift
 from headwater.plugins.registry import MECHANISMS
@@ -265,7 +265,7 @@ def test_the_last_norm_makes_up_for_a_tied_head_that_reads_copies(norm):
 
 
 def test_another_function_is_refused_though_the_rules_missed_it(monkeypatch):
-    monkeypatch.setattr(enlarge.Moves, "is_silenced", lambda self, name, axes: False)
+    monkeypatch.setattr(grown_parameters.ParameterGrower, "is_zeroed", lambda self, name, axes: False)
     with pytest.raises(HeadwaterError, match="This is a bug in headwater"):
         grow(shared(), num_hidden_layers=4)
 
@@ -403,10 +403,10 @@ def test_new_layers_add_nothing_and_stand_evenly():
     model = shared(mlp_bias=True, output_bias=True)
     large = grow(model, num_hidden_layers=5)
     growth, _ = plan_growth(model.config, GrowthOptions(num_hidden_layers=5))
-    assert (growth.layers, growth.silent) == ((0, 1, 1, 2, 2), {2, 4})
+    assert (growth.layers, growth.identity_layers) == ((0, 1, 1, 2, 2), {2, 4})
     for layer, old in enumerate(growth.layers):
         for name, tensor in of_layer(large, layer).items():
-            silent = layer in growth.silent and name.startswith(("self_attn.o_proj", "mlp.down_proj"))
+            silent = layer in growth.identity_layers and name.startswith(("self_attn.o_proj", "mlp.down_proj"))
             assert torch.equal(tensor, torch.zeros_like(tensor) if silent else of_layer(model, old)[name]), name
     normed = grow(shared(output_norms=True), num_hidden_layers=4).model.layers[3]
     assert not normed.attention_output_norm.weight.any()
@@ -480,7 +480,7 @@ def test_averages_of_gradients_move_as_the_gradients_do(method, sizes, monkeypat
     for name, parameter in large.named_parameters():
         first = moved[f"optimizer.{name}.exp_avg"]
         known = first != 0
-        if any(f"layers.{layer}." in name for layer in growth.silent):
+        if any(f"layers.{layer}." in name for layer in growth.identity_layers):
             assert not known.any(), name
         else:
             assert known.double().mean() > 0.2 or "embed" in name, name
