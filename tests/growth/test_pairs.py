@@ -8,7 +8,7 @@ from torch import nn
 from conftest import assert_near, build, decode, disturb, shared, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM, HeadwaterModel
 from headwater.growth import grown_config, importance, pairs_of, shrink
-from headwater.growth.parameter_tokens import NOT_NEUTRAL, maps_of
+from headwater.growth.parameter_tokens import NOT_NEUTRAL, list_pattentions
 from headwater.mechanisms.pattention import ScoreFunction, default_tau
 from headwater_lab import grow
 
@@ -93,31 +93,31 @@ def test_growing_leaves_the_model_alone_and_shares_nothing_with_it():
 
 def test_new_keys_are_zero_new_values_are_not_and_both_learn_from_the_first_two_steps():
     grown, ids = grow(trained(), 11, 17).train(), tokens(4, 20)
-    for *_, module in maps_of(grown):
+    for *_, module in list_pattentions(grown):
         extra = module.n - (13 if module.n == 17 else 7)
         assert not module.key[-extra:].any()
         assert 0 < module.value[-extra:].std() < 0.5
     grown(ids, labels=ids).loss.backward()
-    for *_, module in maps_of(grown):
+    for *_, module in list_pattentions(grown):
         assert (module.key.grad[7:].abs().sum(1) > 0).all(), "a key of zero has a gradient"
     torch.optim.SGD(grown.parameters(), lr=0.1).step()
     grown.zero_grad()
     grown(ids, labels=ids).loss.backward()
-    for *_, module in maps_of(grown):
+    for *_, module in list_pattentions(grown):
         assert (module.value.grad[13:].abs().sum(1) > 0).all()
 
 
 def test_new_rows_are_a_function_of_seed_name_and_size():
     one, two = grow(trained(), 20), grow(trained(), 20)
-    rows = [module.value[7:] for _, which, module in maps_of(one) if which != "feed_forward"]
+    rows = [module.value[7:] for _, which, module in list_pattentions(one) if which != "feed_forward"]
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert len({row.sum().item() for row in rows}) == len(rows), "each map draws its own"
     again = grow(grow(trained(), 20), 33)
-    fresh = next(module for *_, module in maps_of(again)).value
+    fresh = next(module for *_, module in list_pattentions(again)).value
     assert not torch.equal(fresh[7:20], fresh[20:33]), "a second growth draws others"
     base = grow(trained_base(), 20)
-    alone = [module.value for *_, module in maps_of(base)]
-    whole = [module.value for *_, module in maps_of(one)]
+    alone = [module.value for *_, module in list_pattentions(base)]
+    whole = [module.value for *_, module in list_pattentions(one)]
     assert all(torch.equal(a[7:], b[7:]) for a, b in zip(alone, whole, strict=True) if len(a) == 20)
 
 
@@ -147,11 +147,13 @@ def test_a_model_without_a_head_grows_too():
 def test_recomputed_tau_and_random_keys_change_the_function(score):
     model, ids = trained(score=score), tokens(2, 20)
     grown = grow(model, 20, 30, tau="recompute", key_init="random")
-    for *_, module in maps_of(grown):
+    for *_, module in list_pattentions(grown):
         assert module.scale.tau.item() == pytest.approx(default_tau(score, module.n))
     assert difference(model, grown, ids) > 1e-3
     kept = grow(model, 20, 30, key_init="random")
-    assert {m.scale.tau.item() for *_, m in maps_of(kept)} == {m.scale.tau.item() for *_, m in maps_of(model)}
+    assert {m.scale.tau.item() for *_, m in list_pattentions(kept)} == {
+        m.scale.tau.item() for *_, m in list_pattentions(model)
+    }
 
 
 @pytest.mark.parametrize("score", NOT_NEUTRAL)
@@ -197,7 +199,7 @@ class TestFreezing:
         assert all(parameter.requires_grad for parameter in free.parameters())
         assert free.config.mechanisms["pattention"]["frozen"] is None
         more = grow(frozen, 20, 30, freeze=True)
-        assert [len(module.frozen_key) for *_, module in maps_of(more)] == [11, 11, 11, 11, 17] * 3
+        assert [len(module.frozen_key) for *_, module in list_pattentions(more)] == [11, 11, 11, 11, 17] * 3
         for other in (free, more):
             assert difference(model, other, ids) < 1e-12
 
@@ -206,7 +208,7 @@ class TestShrinking:
     def test_importance_is_the_mean_of_score_times_the_size_of_the_value(self):
         model, ids = trained(), tokens(3, 20)
         seen: dict[nn.Module, torch.Tensor] = {}
-        modules = {module: (layer, which) for layer, which, module in maps_of(model)}
+        modules = {module: (layer, which) for layer, which, module in list_pattentions(model)}
         hooks = [m.register_forward_hook(lambda m, x, _: seen.__setitem__(m, x[0])) for m in modules]
         model(ids)
         for hook in hooks:
@@ -227,7 +229,7 @@ class TestShrinking:
         grown = grow(model, 20, 30)
         small = shrink(grown, importance(grown, [{"input_ids": ids}]), 7, 13)
         assert difference(model, small, ids) < 1e-12
-        for (*_, a), (*_, b) in zip(maps_of(model), maps_of(small), strict=True):
+        for (*_, a), (*_, b) in zip(list_pattentions(model), list_pattentions(small), strict=True):
             assert torch.equal(a.key, b.key), "in their order"
         assert small.config.mechanisms == model.config.mechanisms
 
@@ -306,5 +308,5 @@ def test_maps_that_differ_keep_their_own_counts():
     grown = grow(model, 9)
     counts = pairs_of(grown)
     assert counts["query"] == counts["output"] == 9
-    assert all(module.n == counts[which] for _, which, module in maps_of(grown))
+    assert all(module.n == counts[which] for _, which, module in list_pattentions(grown))
     assert difference(model, grown, ids) < 1e-12

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.growth import pairs_of
-from headwater.growth.parameter_tokens import maps_of
+from headwater.growth.parameter_tokens import list_pattentions
 from headwater.mechanisms import Pattention
 from headwater.models.load import read_config
 from headwater_lab import grow
@@ -142,7 +142,7 @@ def test_tau_goes_to_the_default_of_its_pairs_step_by_step(base, pairs_recipe, w
     original = TrainingRun.compute_losses
 
     def losses(self, *args):
-        seen.append([float(module.scale.tau) for *_, module in maps_of(self.model)])
+        seen.append([float(module.scale.tau) for *_, module in list_pattentions(self.model)])
         return original(self, *args)
 
     monkeypatch.setattr(TrainingRun, "compute_losses", losses)
@@ -208,7 +208,7 @@ def test_thawing_leaves_the_optimisers_state_behind(base, pairs_recipe, run, tmp
 @pytest.mark.slow
 def test_a_model_that_was_not_grown_keeps_its_tau(base, pairs_recipe, tmp_path):
     model = HeadwaterForCausalLM.from_pretrained(newest_checkpoint(base))
-    for *_, module in maps_of(model):
+    for *_, module in list_pattentions(model):
         module.scale.set_tau(3.5)
     write_model(tmp_path / "other", model, None, read_history(newest_checkpoint(base)))
     train(pairs_recipe(**start(tmp_path / "other")), tmp_path / "more")
