@@ -38,18 +38,16 @@ from headwater import (
     HeadwaterVisionConfig,
 )
 from headwater.conversion import add_mechanisms, from_transformers
-from headwater.conversion.convert import (
+from headwater.conversion.alignment import (
     align_layers,
-    blend_model,
     choose_sources,
-    compare_layers,
     find_maps,
     find_rotations,
-    finish_model,
-    fit_outputs,
-    pool_tensors,
-    turn_samples,
+    measure_similarity,
+    transform_heads,
 )
+from headwater.conversion.calibration import fit_outputs
+from headwater.conversion.convert import blend_model, finish_model, pool_tensors
 from headwater.conversion.export import export_family
 from headwater.conversion.latent import make_latent
 from headwater.cost.counts import training_flops
@@ -241,7 +239,7 @@ def test_the_state_of_pooled_heads_is_that_of_their_mean():
             optimizer.zero_grad()
     name = "optimizer.model.layers.0.self_attn.k_proj.weight"
     states = [optimizer.state[p] for optimizer, p in zip(optimizers, (wide, narrow), strict=True)]
-    found = pool_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, are_state=True)
+    found = pool_tensors({f"{name}.{key}": states[0][key] for key in ("exp_avg", "exp_avg_sq")}, made, are_moments=True)
     for key in ("exp_avg", "exp_avg_sq"):
         assert_near(found[f"{name}.{key}"], states[1][key], 1e-14)
 
@@ -272,7 +270,7 @@ def aligned(model, rows, **goal):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "partial RoPE, biases" else [pytest.mark.slow]) for n in SOURCES]
 )
-def test_turning_keeps_the_function_and_brings_what_is_shared_nearer(name):
+def test_alignment_keeps_the_function_and_brings_what_is_shared_nearer(name):
     model, rows = build(**SOURCES[name]), tokens(2, 12)
     for goal in ({"mechanisms": {"kv_source": {}}}, {"num_key_value_heads": 1}):
         made = aligned(model, rows, **goal)
@@ -287,36 +285,39 @@ def test_turning_keeps_the_function_and_brings_what_is_shared_nearer(name):
         assert moved[1] < moved[0]
 
 
-@pytest.mark.parametrize("spun", [0, 4, 8])
-def test_what_was_turned_is_turned_back(spun):
+@pytest.mark.parametrize("rotary_dim", [0, 4, 8])
+def test_rotations_are_found_and_undone(rotary_dim):
     torch.manual_seed(0)
     x = torch.randn(50, 3, 8, dtype=torch.float64)
     secret = torch.eye(8, dtype=torch.float64).repeat(3, 1, 1)
-    half = spun // 2
+    half = rotary_dim // 2
     for head in range(3):
         for i in range(half):
             angle = torch.tensor(0.3 + head + i)
             secret[head, i, i] = secret[head, i + half, i + half] = angle.cos()
             secret[head, i, i + half], secret[head, i + half, i] = angle.sin(), -angle.sin()
-        if spun < 8:
-            secret[head, spun:, spun:] = torch.linalg.qr(torch.randn(8 - spun, 8 - spun, dtype=torch.float64))[0]
-    assert_near(find_rotations(x, turn_samples(x, secret), spun), secret, 1e-6)
+        if rotary_dim < 8:
+            square = torch.randn(8 - rotary_dim, 8 - rotary_dim, dtype=torch.float64)
+            secret[head, rotary_dim:, rotary_dim:] = torch.linalg.qr(square)[0]
+    assert_near(find_rotations(x, transform_heads(x, secret), rotary_dim), secret, 1e-6)
 
 
-@pytest.mark.parametrize("spun", [0, 4, 8])
-def test_maps_are_least_squares(spun):
+@pytest.mark.parametrize("rotary_dim", [0, 4, 8])
+def test_maps_are_least_squares(rotary_dim):
     """Each head and, of what RoPE rotates, each pair against a solver of its own; pairs as z·c = (a + ib)·(u + iw)."""
     torch.manual_seed(0)
     x, target = torch.randn(2, 60, 3, 8, dtype=torch.float64)
-    inverse, half = torch.linalg.inv(find_maps(x, target, spun)), spun // 2
+    inverse, half = torch.linalg.inv(find_maps(x, target, rotary_dim)), rotary_dim // 2
     for head in range(3):
         expected = torch.zeros(8, 8, dtype=torch.float64)
-        for i, j in zip(range(half), range(half, spun), strict=True):
+        for i, j in zip(range(half), range(half, rotary_dim), strict=True):
             a, b = target[:, head, i], target[:, head, j]
             design = torch.stack((torch.cat((a, b)), torch.cat((-b, a))), dim=1)
             u, w = torch.linalg.lstsq(design, torch.cat((x[:, head, i], x[:, head, j]))[:, None]).solution[:, 0]
             expected[i, i], expected[j, j], expected[i, j], expected[j, i] = u, u, w, -w
-        expected[spun:, spun:] = torch.linalg.lstsq(target[:, head, spun:], x[:, head, spun:]).solution
+        unrotated = slice(rotary_dim, None)
+        solution = torch.linalg.lstsq(target[:, head, unrotated], x[:, head, unrotated]).solution
+        expected[unrotated, unrotated] = solution
         lengths = torch.linalg.svdvals(expected)
         assert lengths[-1] > 0.02 * lengths[0]  # far enough from singular
         assert_near(inverse[head], expected, 1e-6)
@@ -331,15 +332,15 @@ def test_a_layer_whose_keys_and_values_are_images_of_anothers_shares_without_los
             parameter.data.zero_()
     layer.input_layernorm.load_state_dict(below.input_layernorm.state_dict())
     heads, d = model.config.num_key_value_heads, model.config.head_dim
-    spun = model.config.rotary_dim if model.config.position == "rope" else 0
+    rotary_dim = model.config.rotary_dim if model.config.position == "rope" else 0
     torch.manual_seed(0)
-    for kind, turned in (("k", spun), ("v", 0)):
+    for kind, n in (("k", rotary_dim), ("v", 0)):
         maps = torch.eye(d).repeat(heads, 1, 1) + 0.3 * torch.randn(heads, d, d)
-        even, odd = torch.arange(turned // 2), torch.arange(turned // 2, turned)
-        maps[:, :turned], maps[:, :, :turned] = 0, 0
-        maps[:, even, even] = maps[:, odd, odd] = torch.rand(heads, turned // 2) + 0.5
-        maps[:, even, odd] = torch.randn(heads, turned // 2)
-        maps[:, odd, even] = -maps[:, even, odd]
+        first_half, second_half = torch.arange(n // 2), torch.arange(n // 2, n)
+        maps[:, :n], maps[:, :, :n] = 0, 0
+        maps[:, first_half, first_half] = maps[:, second_half, second_half] = torch.rand(heads, n // 2) + 0.5
+        maps[:, first_half, second_half] = torch.randn(heads, n // 2)
+        maps[:, second_half, first_half] = -maps[:, first_half, second_half]
         theirs, ours = (getattr(block.self_attn, f"{kind}_proj") for block in (below, layer))
         for old, new in zip(theirs.parameters(), ours.parameters(), strict=True):
             split = old.data.unflatten(0, (heads, d))
@@ -436,7 +437,7 @@ def hide_copies(model, pairs):
 )
 def test_sources_are_the_most_similar_layers_of_a_kind(kinds, pairs, expected):
     model = hide_copies(build(num_hidden_layers=6, **kinds), pairs)
-    chosen = choose_sources(model.config, {"kv_source": {}}, compare_layers(model, tokens(2, 12)))
+    chosen = choose_sources(model.config, {"kv_source": {}}, measure_similarity(model, tokens(2, 12)))
     assert chosen == {"kv_source": {"keys": expected, "values": expected}}
     config = blend_model(model, chosen, weight=1.0).config
     assert config.mechanisms["blend"]["mechanisms"]["kv_source"]["keys"] == expected

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, Q
 from conftest import assert_near, build, decode, disturb, tokens
 from headwater import HeadwaterError
 from headwater.conversion import from_transformers, to_transformers
-from headwater.conversion.convert import fit_outputs, sample_inputs
+from headwater.conversion.calibration import compute_input_grams, fit_outputs
 from headwater.conversion.families import find_fitting_family
 from headwater.conversion.latent import (
     convert_layer,
@@ -213,7 +213,7 @@ def test_the_latent_is_the_best_of_its_rank():
 
 def test_what_a_channel_writes_is_as_large_as_what_reads_it():
     """In mean squares, of the keys' weights relative to the original's."""
-    attention, gram = build().model.layers[1].self_attn, sample_inputs(build(), tokens(4, 40))[1]
+    attention, gram = build().model.layers[1].self_attn, compute_input_grams(build(), tokens(4, 40))[1]
     weights = {name: weight.double() for name, weight in attention.state_dict().items()}
     weights["q_proj.weight"] *= 100
     weights["k_proj.weight"] /= 100

@@ -13,7 +13,7 @@ from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import assemble_model, own_tensors
+from headwater.conversion.families import assemble_model, untied_state_dict
 from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
@@ -21,10 +21,10 @@ from headwater.nn.stages import find_owner
 from headwater.plugins.registry import as_mapping, in_order, resolve
 from headwater.util.errors import HeadwaterError
 
-Grafted = TypeVar("Grafted", bound=HeadwaterPreTrainedModel)
+ModelT = TypeVar("ModelT", bound=HeadwaterPreTrainedModel)
 
 
-def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) -> Grafted:
+def add_mechanisms(model: ModelT, mechanisms: Any, allow_change: bool = False) -> ModelT:
     """Return a copy of `model` with more mechanisms, each initialized as the identity.
 
     Parameters of `model` are copied, dtype and device kept; new ones are initialized by the mechanism.
@@ -52,22 +52,22 @@ def add_mechanisms(model: Grafted, mechanisms: Any, allow_change: bool = False) 
     possible, _ = supported_kernels(config)
     if possible is not None and config._attn_implementation not in possible:
         config._attn_implementation = None  # the model then chooses a supported kernel
-    return assemble_model(type(model), config, tensors_of(model, config), model)
+    return assemble_model(type(model), config, make_tensors(model, config), model)
 
 
 def _choose_options(
-    name: str, chosen: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool
+    name: str, fields: dict[str, Any] | None, config: HeadwaterConfig, allow_change: bool
 ) -> dict[str, Any]:
     """Choose the options with which a mechanism is added."""
-    kind = resolve(name)
+    mechanism = resolve(name)
     if name in config.mechanisms:
         raise HeadwaterError(f"The model already has mechanism {name!r}; leave it out.")
-    options, width = parse_options(kind, chosen), config.hidden_size
-    if any(replaces_linear(kind, options, config, 0, map_name, width) for map_name in get_args(Map)):
+    options, width = parse_options(mechanism, fields), config.hidden_size
+    if any(replaces_linear(mechanism, options, config, 0, map_name, width) for map_name in get_args(Map)):
         raise HeadwaterError(
             f"Mechanism {name!r} replaces the model's linear layers and cannot be added to them; train a model with it."
         )
-    identity = kind.find_identity_options(chosen or {}) if isinstance(kind, AddsToTrainedModel) else None
+    identity = mechanism.find_identity_options(fields or {}) if isinstance(mechanism, AddsToTrainedModel) else None
     if identity is None and not allow_change:
         raise HeadwaterError(
             f"Mechanism {name!r} with these options changes what the model computes; choose others, or allow it with "
@@ -76,14 +76,14 @@ def _choose_options(
     return options if identity is None else identity
 
 
-def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
+def make_tensors(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict[str, Tensor]:
     """Make all tensors of a model with `config`: copies where `model` has them, else initial values."""
     skeleton = type(model).make_skeleton(config)
-    stored, plans = own_tensors(model), list(zip(model.plans, skeleton.plans, strict=True))
+    stored, plans = untied_state_dict(model), list(zip(model.plans, skeleton.plans, strict=True))
     tensors = {}
-    for name, target in own_tensors(skeleton).items():
+    for name, target in untied_state_dict(skeleton).items():
         if name in stored:
-            tensors[name] = kept_heads(name, stored[name], target.shape, plans)
+            tensors[name] = select_stored_heads(name, stored[name], target.shape, plans)
             continue
         if find_owner(skeleton, name)[0] is None:
             raise HeadwaterError(
@@ -95,22 +95,24 @@ def tensors_of(model: HeadwaterPreTrainedModel, config: HeadwaterConfig) -> dict
     return tensors
 
 
-def kept_heads(name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]) -> Tensor:
-    """A copy of the model's own tensor, or of the part for heads that are still built."""
+def select_stored_heads(
+    name: str, tensor: Tensor, shape: torch.Size, plans: list[tuple[LayerPlan, LayerPlan]]
+) -> Tensor:
+    """Copy a tensor of the model, or its slice of the heads that are still stored."""
     if tensor.shape == shape:
         return tensor.detach().clone()
     choices = set()
     for old_plan, new_plan in (plan for plan in plans if f".layers.{plan[0].index}." in f".{name}"):
-        for had, has in ((old_plan.k_heads, new_plan.k_heads), (old_plan.v_heads, new_plan.v_heads)):
+        for old, new in ((old_plan.k_heads, new_plan.k_heads), (old_plan.v_heads, new_plan.v_heads)):
             for dim, size in enumerate(tensor.shape[: len(shape)]):
-                fits = shape == (*tensor.shape[:dim], size * len(has) // max(1, len(had)), *tensor.shape[dim + 1 :])
-                if fits and set(has) <= set(had):
-                    choices.add((dim, len(had), tuple(had.index(head) for head in has)))
+                fits = shape == (*tensor.shape[:dim], size * len(new) // max(1, len(old)), *tensor.shape[dim + 1 :])
+                if fits and set(new) <= set(old):
+                    choices.add((dim, len(old), tuple(old.index(head) for head in new)))
     if len(choices) != 1:
         raise HeadwaterError(
             f"With these mechanisms {name!r} would have shape {list(shape)}, but it has {list(tensor.shape)}; remove "
             f"the mechanism that changes it."
         )
     ((dim, heads, indices),) = choices
-    chosen = tensor.detach().unflatten(dim, (heads, -1)).index_select(dim, torch.tensor(indices, device=tensor.device))
-    return chosen.flatten(dim, dim + 1)
+    by_head = tensor.detach().unflatten(dim, (heads, -1))
+    return by_head.index_select(dim, torch.tensor(indices, device=tensor.device)).flatten(dim, dim + 1)

@@ -286,7 +286,7 @@ def from_transformers(source: str | Path | PreTrainedModel, family: str | None =
     if not isinstance(model, chosen_family.model):
         raise HeadwaterError(_other_head(type(model).__name__, chosen_family))
     config = chosen_family.read_config(model.config)
-    tensors = chosen_family.read_tensors(own_tensors(model), config)
+    tensors = chosen_family.read_tensors(untied_state_dict(model), config)
     return assemble_model(chosen_family.ours, config, tensors, model)
 
 
@@ -303,7 +303,8 @@ def to_transformers(model: HeadwaterPreTrainedModel, family: str) -> PreTrainedM
             f"A {type(model).__name__} has no {chosen.name} format; choose a family of the same kind of model."
         )
     config = chosen.write_config(model.config)
-    converted = assemble_model(chosen.model, config, chosen.write_tensors(own_tensors(model), model.config), model)
+    tensors = chosen.write_tensors(untied_state_dict(model), model.config)
+    converted = assemble_model(chosen.model, config, tensors, model)
     # Save under the family's checkpoint names, which can differ from its module names.
     vars(converted).pop("_weight_conversions", None)
     return converted
@@ -407,7 +408,7 @@ def load_transformers(source: str | Path, family: str | None = None) -> PreTrain
     except HeadwaterError as error:
         raise HeadwaterError(f"{name!r} cannot be loaded: {error}") from error
     _check_tensors(mismatches, repr(name))
-    check_finite(own_tensors(model), repr(name))
+    check_finite(untied_state_dict(model), repr(name))
     return model
 
 
@@ -450,7 +451,7 @@ def _check_tensors(mismatches: dict[str, Iterable[Any]], owner: str) -> None:
             )
 
 
-def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def untied_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the model's tensors, a tied one once. Raises `HeadwaterError` if they are quantized."""
     check_full_precision(model)
     tied = set(model.all_tied_weights_keys)

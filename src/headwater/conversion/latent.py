@@ -15,8 +15,8 @@ from torch import Tensor
 
 from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.convert import has_linear_attention, sample_inputs
-from headwater.conversion.families import assemble_model, own_tensors
+from headwater.conversion.calibration import compute_input_grams, has_linear_attention
+from headwater.conversion.families import assemble_model, untied_state_dict
 from headwater.mechanisms.low_rank_kv import LowRankKV
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.position import RotaryEmbedding
@@ -59,8 +59,8 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
     config = latent_config(model.config, width)
     if not has_linear_attention(model):
         raise HeadwaterError("Keys and values become one latent only where all projections are linear.")
-    tensors = {name: tensor.detach().clone() for name, tensor in own_tensors(model).items()}
-    for layer, gram in enumerate(sample_inputs(model, rows)):
+    tensors = {name: tensor.detach().clone() for name, tensor in untied_state_dict(model).items()}
+    for layer, gram in enumerate(compute_input_grams(model, rows)):
         prefix = f"model.layers.{layer}.self_attn."
         weights = {
             name.removeprefix(prefix): tensor.double().cpu()
@@ -90,7 +90,7 @@ def expand_latent(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     values are not made from a latent."""
     if (config := expand_config(model.config)) is model.config:
         return model
-    tensors = dict(own_tensors(model))
+    tensors = dict(untied_state_dict(model))
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}.self_attn."
         down = tensors[f"{prefix}k_proj.weight"]

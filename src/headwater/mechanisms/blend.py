@@ -37,14 +37,14 @@ from headwater.util.errors import HeadwaterError
 def _list_cached(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
     """List what is cached: "k" or "v", layer and head."""
     pairs = ((attends._asdict(), head) for plan in plans for head, attends in enumerate(plan.attends))
-    return {(kind, layer, head) for heads, head in pairs for kind, layer in heads.items()}
+    return {(letter, layer, head) for heads, head in pairs for letter, layer in heads.items()}
 
 
 class Blend(KeepsPrecision, Mechanism):
     """Mixes keys and values with others: (1 - w)·x + w·target, exactly x at w = 0 and exactly target at w = 1.
 
     Args
-        group: how many consecutive heads become one; 1: none do. weight: w.
+        pool_size: how many consecutive heads become one. weight: w.
         keys, values: the slot of the source from which each head takes them; None: from the layer itself.
 
     Buffer: `weight` [1], in fp32.
@@ -55,7 +55,7 @@ class Blend(KeepsPrecision, Mechanism):
         >>> blend = Blend(weight=1.0)
         >>> torch.equal(blend(own, others), others)
         True
-        >>> torch.equal(Blend(group=4, weight=1.0).pool_groups(own)[:, 0], own.mean(1))
+        >>> torch.equal(Blend(pool_size=4, weight=1.0).pool_heads(own)[:, 0], own.mean(1))
         True
     """
 
@@ -68,13 +68,13 @@ class Blend(KeepsPrecision, Mechanism):
 
     def __init__(
         self,
-        group: int = 1,
+        pool_size: int = 1,
         weight: float = 0.0,
         keys: tuple[int | None, ...] = (),
         values: tuple[int | None, ...] = (),
     ) -> None:
         super().__init__()
-        self.heads_in_one, self.initial, self.keys, self.values = group, weight, keys, values
+        self.pool_size, self.initial, self.keys, self.values = pool_size, weight, keys, values
         self.weight: Tensor
         self.register_buffer("weight", torch.full((1,), weight, dtype=torch.float32))
 
@@ -85,12 +85,12 @@ class Blend(KeepsPrecision, Mechanism):
         """Mix x and target, [B, K, S, d] each."""
         return x.lerp(target, self.weight.to(x.dtype))
 
-    def pool_groups(self, x: Tensor) -> Tensor:
+    def pool_heads(self, x: Tensor) -> Tensor:
         """x [B, K, T, d] -> each head mixed with the mean of its group."""
-        return self(x, x.unflatten(1, (-1, self.heads_in_one)).mean(2).repeat_interleave(self.heads_in_one, dim=1))
+        return self(x, x.unflatten(1, (-1, self.pool_size)).mean(2).repeat_interleave(self.pool_size, dim=1))
 
     def transform_projections(self, x: QKV, context: Context) -> QKV:
-        return QKV(x.q, self.pool_groups(x.k), self.pool_groups(x.v))
+        return QKV(x.q, self.pool_heads(x.k), self.pool_heads(x.v))
 
     def transform_attended_kv(self, kv: KV, context: Context) -> KV:
         keys = self.mix_sources(kv.k, self.keys, context.sources)
@@ -144,8 +144,8 @@ class Blend(KeepsPrecision, Mechanism):
         return plain
 
     @classmethod
-    def count_group(cls, options: OptionValues, config: HeadwaterConfig) -> int:
-        """Count the key/value heads that become one."""
+    def find_pool_size(cls, options: OptionValues, config: HeadwaterConfig) -> int:
+        """Find how many key/value heads become one."""
         return config.num_key_value_heads // (options["num_key_value_heads"] or config.num_key_value_heads)
 
     @classmethod
@@ -160,15 +160,15 @@ class Blend(KeepsPrecision, Mechanism):
     def plan_stages(cls, options: OptionValues, config: HeadwaterConfig, plans: list[LayerPlan]) -> list[LayerPlan]:
         cls._check_goal(options, config)
         cls._check_base(config)
-        group, goals = cls.count_group(options, config), plan_layers(cls.goal_config(options, config))
+        pool_size, goals = cls.find_pool_size(options, config), plan_layers(cls.goal_config(options, config))
         new = []
         for plan, goal in zip(plans, goals, strict=True):
-            if group > 1:
+            if pool_size > 1:
                 plan = plan.acting(cls, cls.transform_projections)
             sources = [
-                Source("bank", kind, layer)
+                Source("bank", letter, layer)
                 for attends in goal.attends
-                for kind, layer in attends._asdict().items()
+                for letter, layer in attends._asdict().items()
                 if layer != plan.index
             ]
             new.append(plan.reading(*sources).acting(cls, cls.transform_attended_kv) if sources else plan)
@@ -217,16 +217,16 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
-        group = cls.count_group(options, config)
+        pool_size = cls.find_pool_size(options, config)
         goal = plan_layers(cls.goal_config(options, config))[plan.index]
         attends = goal.attends if plan.at(Stage.ATTENDED_KV) else ()
 
-        def list_slots(kind: Part) -> tuple[int | None, ...]:
+        def list_slots(letter: Part) -> tuple[int | None, ...]:
             """The slots of the sources of all heads' keys or values."""
-            layers = (getattr(attended, kind) for attended in attends for _ in range(group))
-            return tuple(None if layer == plan.index else plan.slot(Source("bank", kind, layer)) for layer in layers)
+            layers = (getattr(attended, letter) for attended in attends for _ in range(pool_size))
+            return tuple(None if layer == plan.index else plan.slot(Source("bank", letter, layer)) for layer in layers)
 
-        return cls(group, options["weight"], list_slots("k"), list_slots("v"))
+        return cls(pool_size, options["weight"], list_slots("k"), list_slots("v"))
 
     # Capabilities
 

@@ -98,11 +98,11 @@ class ChoosesSources(Protocol):
 
     @classmethod
     def choose_sources(
-        cls, options: OptionValues, config: HeadwaterConfig, alike: Mapping[str, Tensor]
+        cls, options: OptionValues, config: HeadwaterConfig, similarity: Mapping[str, Tensor]
     ) -> OptionValues:
-        """Return `options`, the user's, with who shares with whom chosen by likeness, unless they name it.
+        """Return `options`, the user's, with who shares with whom chosen by similarity, unless they name it.
 
-        alike: of "keys" and "values", [layers, layers] each (`headwater.conversion.convert.compare_layers`).
+        similarity: of "keys" and "values", [layers, layers] each (`headwater.conversion.alignment.measure_similarity`).
         """
 
 

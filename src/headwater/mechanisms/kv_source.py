@@ -152,15 +152,15 @@ class KVSource(Mechanism):
 
     @classmethod
     def choose_sources(
-        cls, options: OptionValues, config: HeadwaterConfig, alike: Mapping[str, Tensor]
+        cls, options: OptionValues, config: HeadwaterConfig, similarity: Mapping[str, Tensor]
     ) -> OptionValues:
         """Choose maps in which as many layers of each kind share as in groups of group_size."""
         group, maps = parse_options(cls, options)["group_size"], {}
-        for name in (name for name in alike if name not in options):
+        for name in (name for name in similarity if name not in options):
             maps[name] = [*range(config.num_hidden_layers)]
             for slides in config.kinds:
                 layers = [layer for layer in range(config.num_hidden_layers) if config.slides(layer) == slides]
-                nearest = find_nearest(alike[name][layers][:, layers].tolist(), -(-len(layers) // group))
+                nearest = find_nearest(similarity[name][layers][:, layers].tolist(), -(-len(layers) // group))
                 for layer, source in zip(layers, nearest, strict=True):
                     maps[name][layer] = layers[source]
         return options | maps
@@ -183,24 +183,24 @@ def check_sources(kind: str, sources: Sequence[int]) -> None:
             )
 
 
-def find_nearest(alike: list[list[float]], count: int) -> list[int]:
+def find_nearest(similarity: list[list[float]], count: int) -> list[int]:
     """Find the source of each layer if `count` keep their own: the most similar of these below it.
 
-    alike: the likeness of each layer to each one below. Layers give up their own one at a time, each time the one that
-    costs the least likeness.
+    similarity: of each layer to each one below. Layers give up their own one at a time, each time the one that costs
+    the least similarity.
     """
 
     def list_nearest(owners: list[int]) -> list[int]:
-        below = ([source for source in owners if source < layer] for layer in range(len(alike)))
+        below = ([source for source in owners if source < layer] for layer in range(len(similarity)))
         return [
-            layer if layer in owners else max(sources, key=lambda source: (alike[layer][source], source))
+            layer if layer in owners else max(sources, key=lambda source: (similarity[layer][source], source))
             for layer, sources in enumerate(below)
         ]
 
     def measure_total(owners: list[int]) -> float:
-        return sum(alike[layer][source] for layer, source in enumerate(list_nearest(owners)) if layer != source)
+        return sum(similarity[layer][source] for layer, source in enumerate(list_nearest(owners)) if layer != source)
 
-    owners = list(range(len(alike)))
+    owners = list(range(len(similarity)))
     while len(owners) > count:
         owners = max(([*owners[:i], *owners[i + 1 :]] for i in range(1, len(owners))), key=measure_total)
     return list_nearest(owners)

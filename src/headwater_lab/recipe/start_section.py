@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.convert import blend_config, check_conversion, choose_sources, finish_config
+from headwater.conversion.alignment import choose_sources
+from headwater.conversion.convert import blend_config, check_conversion, finish_config
 from headwater.conversion.latent import latent_config
 from headwater.growth.grown_model import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy

@@ -12,18 +12,16 @@ from transformers import BaseImageProcessor, PreTrainedModel, PreTrainedTokenize
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.conversion.add import kept_heads
+from headwater.conversion.add import select_stored_heads
+from headwater.conversion.alignment import align_layers, choose_sources, measure_similarity
+from headwater.conversion.calibration import fit_outputs
 from headwater.conversion.convert import (
-    align_layers,
     blend_config,
     blend_model,
-    choose_sources,
-    compare_layers,
     finish_config,
     finish_model,
-    fit_outputs,
-    narrow_config,
     pool_tensors,
+    pooled_config,
 )
 from headwater.conversion.latent import make_latent
 from headwater.cost.counts import cache_bytes_per_token
@@ -84,8 +82,8 @@ def convert_model(trained: Trained, change: Change, rows: Tensor | None) -> Trai
         raise HeadwaterError("An image model has no cache to make smaller; leave out start.convert.")
     element, trained.original = original.dtype.itemsize, None
     old_bytes, heads = cache_bytes_per_token(original.config, element), goal.num_key_value_heads
-    mechanisms, turned = _prepare_layers(original, goal, rows)
-    aligned = turned or (goal.align and not goal.anneal)
+    mechanisms, transformed = _prepare_layers(original, goal, rows)
+    aligned = transformed or (goal.align and not goal.anneal)
     if aligned and trained.state and change.optimizer_state == "keep":
         raise HeadwaterError(
             "Aligning keys and values changes their weights, so that the optimizer's state no longer fits; set "
@@ -142,7 +140,7 @@ def _prepare_layers(
             )
         return mechanisms, False
     if goal.choose:
-        mechanisms = choose_sources(original.config, mechanisms, compare_layers(original, rows))
+        mechanisms = choose_sources(original.config, mechanisms, measure_similarity(original, rows))
     return mechanisms, goal.align and align_layers(original, rows, mechanisms, heads)
 
 
@@ -341,12 +339,12 @@ def carry_state(state: dict[str, Tensor], model: Model, large: Model, options: G
 def finish_state(state: Mapping[str, Tensor], old_model: HeadwaterForCausalLM, new_model: HeadwaterForCausalLM) -> dict:
     """Return the optimizer's state, by name, for `new_model`, which is `old_model` after `finish_model`."""
     config, shapes = old_model.config, {name: parameter.shape for name, parameter in new_model.named_parameters()}
-    plans = list(zip(plan_layers(narrow_config(config)), new_model.plans, strict=True))
+    plans = list(zip(plan_layers(pooled_config(config)), new_model.plans, strict=True))
     carried = {}
-    for name, tensor in pool_tensors(state, config, are_state=True).items():
+    for name, tensor in pool_tensors(state, config, are_moments=True).items():
         parameter = name.removeprefix("optimizer.").rpartition(".")[0]
         if tensor.shape == (1,) and parameter in shapes:
             carried[name] = tensor
         elif parameter in shapes:
-            carried[name] = kept_heads(parameter, tensor, shapes[parameter], plans)
+            carried[name] = select_stored_heads(parameter, tensor, shapes[parameter], plans)
     return carried

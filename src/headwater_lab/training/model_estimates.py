@@ -15,7 +15,7 @@ from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import config_of
-from headwater.conversion.convert import way_of
+from headwater.conversion.convert import blend_options
 from headwater.cost import Price, price
 from headwater.cost import counts as cost
 from headwater.cost.estimate import read_precision
@@ -90,7 +90,7 @@ def price_conversion(
     """
     context, teacher = recipe.row_length, find_teacher(recipe, config)
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
-    if way_of(configs[-1]) is not None or not recipe.stages:
+    if blend_options(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
     stages = _price_stages(recipe, configs, teacher, held_out_rows)
     if control is not None:
