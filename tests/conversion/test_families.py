@@ -101,7 +101,7 @@ CASES: dict[str, PreTrainedConfig] = {
     "gpt_neox, no biases": GPTNeoXConfig(**OLD, intermediate_size=48, attention_bias=False, rotary_pct=1.0, **TIED),
     "gpt_neox, linear": GPTNeoXConfig(**OLD, intermediate_size=48, **rope("linear", factor=2.0)),
 }
-OF_TEXT = {name: family for name, family in FAMILIES.items() if family.ours is HeadwaterForCausalLM}
+OF_TEXT = {name: family for name, family in FAMILIES.items() if family.headwater_model is HeadwaterForCausalLM}
 IDS = torch.randint(7, (2, 30), generator=torch.Generator().manual_seed(0))
 
 

@@ -1,18 +1,10 @@
 """Convert trained models to headwater's and back, and add mechanisms."""
 
 from headwater.conversion.add import add_mechanisms
-from headwater.conversion.families import (
-    FAMILIES,
-    Family,
-    config_of,
-    from_transformers,
-    load_transformers,
-    to_transformers,
-)
+from headwater.conversion.families import FAMILIES
+from headwater.conversion.family import Family
 from headwater.conversion.foreign import LAYOUTS, read_foreign
-from headwater.conversion.images import DEIT, VIT
-
-FAMILIES |= {family.name: family for family in (VIT, DEIT)}
+from headwater.conversion.transformers_models import config_of, from_transformers, load_transformers, to_transformers
 
 __all__ = [
     "FAMILIES",

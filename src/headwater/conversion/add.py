@@ -13,7 +13,7 @@ from headwater.config.capabilities import Map, replaces_linear
 from headwater.config.options import parse_options
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import assemble_model, untied_state_dict
+from headwater.conversion.transformers_models import assemble_model, untied_state_dict
 from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels

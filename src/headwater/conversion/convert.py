@@ -15,7 +15,7 @@ from torch import Tensor
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.add import add_mechanisms, make_tensors
-from headwater.conversion.families import assemble_model, untied_state_dict
+from headwater.conversion.transformers_models import assemble_model, untied_state_dict
 from headwater.mechanisms.blend import Blend
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.plugins.registry import as_mapping

@@ -22,7 +22,7 @@ import yaml
 from torch import Tensor
 
 from headwater.config.text import HeadwaterConfig
-from headwater.conversion.families import exchange_halves
+from headwater.conversion.family import exchange_halves
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, list_shards, read_text, read_weights, reading
 from headwater.models.weights import check_dtypes, list_dtypes, strip_wrappers

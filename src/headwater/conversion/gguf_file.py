@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from headwater.conversion.families import to_transformers
 from headwater.conversion.latent import expand_latent
+from headwater.conversion.transformers_models import to_transformers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import replace_file

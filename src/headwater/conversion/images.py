@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from transformers import DeiTForImageClassification, ViTForImageClassification
 
-from headwater.conversion.families import LAYER, Family, Link, link_plain, map_same
+from headwater.conversion.family import LAYER, Family, Link, link_modules, same_names
 from headwater.models.image_classification import HeadwaterForImageClassification
 
 
@@ -15,7 +15,7 @@ def _make_links(base: str) -> tuple[Link, ...]:
         Link(f"{base}.embeddings.cls_token", ("model.class_token",), "parameter"),
         Link(f"{base}.embeddings.position_embeddings", ("model.embed_positions",), "parameter"),
         Link(f"{base}.embeddings.patch_embeddings.projection", ("model.embed_patches",), "convolution"),
-        *link_plain(
+        *link_modules(
             maps
             | {
                 f"{layer}layernorm_before": f"{LAYER}input_layernorm",
@@ -31,8 +31,8 @@ def _make_links(base: str) -> tuple[Link, ...]:
 
 VIT = Family(
     model=ViTForImageClassification,
-    ours=HeadwaterForImageClassification,
-    fields=map_same(
+    headwater_model=HeadwaterForImageClassification,
+    fields=same_names(
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",

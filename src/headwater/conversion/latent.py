@@ -16,7 +16,7 @@ from torch import Tensor
 from headwater.config.layers import layer_config
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion.calibration import compute_input_grams, has_linear_attention
-from headwater.conversion.families import assemble_model, untied_state_dict
+from headwater.conversion.transformers_models import assemble_model, untied_state_dict
 from headwater.mechanisms.low_rank_kv import LowRankKV
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.position import RotaryEmbedding
