@@ -69,11 +69,12 @@ def blend_model(
     Raises `HeadwaterError` for mechanisms that contradict the model, share nothing, or cannot be combined with its own.
     """
     config = blend_config(model.config, mechanisms, num_key_value_heads, weight)
-    names = {name for name in untied_state_dict(HeadwaterForCausalLM.make_skeleton(config)) if f".{BLEND}." in name}
+    names = [name for name in HeadwaterForCausalLM.make_skeleton(config).state_dict() if f".{BLEND}." in name]
+    weights = {name: torch.full((1,), weight) for name in names}
     tensors = {name: tensor.detach().clone() for name, tensor in untied_state_dict(model).items()}
-    converted = assemble_model(type(model), config, tensors | {name: torch.full((1,), weight) for name in names}, model)
-    _check_pooling(converted)
-    return converted
+    blended = assemble_model(type(model), config, tensors | weights, model)
+    _check_pooling(blended)
+    return blended
 
 
 def finish_model(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:

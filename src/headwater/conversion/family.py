@@ -107,8 +107,8 @@ class Family:
     windowed: dict[str, Any] = field(default_factory=dict)
     partial_rope: bool = False
     rope_types: tuple[str, ...] | None = None
-    read_extra: Callable[[PreTrainedConfig], dict[str, Any]] | None = None
-    write_extra: Callable[[HeadwaterConfig], dict[str, Any]] | None = None
+    read_extra: Callable[[PreTrainedConfig], dict[str, Any]] = lambda config: {}
+    write_extra: Callable[[HeadwaterConfig], dict[str, Any]] = lambda config: {}
     headwater_model: type[HeadwaterPreTrainedModel] = HeadwaterForCausalLM
 
     @property
@@ -137,7 +137,7 @@ class Family:
         values = {name: getattr(config, source, None) for name, source in self.fields.items()}
         if "sliding_window" in values:
             values |= self._read_window(config)
-        values |= {} if self.read_extra is None else self.read_extra(config)
+        values |= self.read_extra(config)
         if "rope_parameters" in values:
             values["rope_parameters"] = self._read_rope(values["rope_parameters"] or {})
         values = {name: value for name, value in values.items() if value is not None}
@@ -210,7 +210,7 @@ class Family:
             values |= self.windowed
             if config.sliding_layers is not None and _has_layer_types(config_class):
                 values["layer_types"] = list_layer_types(config)
-        values |= {} if self.write_extra is None else self.write_extra(config)
+        values |= self.write_extra(config)
         if not hasattr(config_class, "head_dim") and config.head_dim == config.hidden_size / config.num_attention_heads:
             values.pop("head_dim", None)  # read if present, but the family's config class does not declare it
         return config_class(**copy.deepcopy(values), dtype=config.dtype)

@@ -37,28 +37,24 @@ EMBEDDING = "model.embed_tokens.weight"
 NEOX_EMBEDDING = "sequential.0.word_embeddings.weight"
 
 
-def _keep_tensor(name: str, tensor: Tensor, config: HeadwaterConfig) -> Tensor:
-    return tensor
-
-
 @dataclass(frozen=True)
 class Layout:
-    """Reader of one kind of checkpoint.
+    """Layout of one kind of checkpoint.
 
     embedding: the name of the token embedding.
-    tidy: the tensors, under the layout's plain names.
-    pattern: of names that only this layout has; None if it cannot be recognized.
+    normalize: renames, splits and joins tensors, so that each is one of the model's.
     fields: (tensors, settings from keywords and a config) -> the fields of a `HeadwaterConfig`.
     source: (name in the headwater model, its config) -> the name in the checkpoint; None without one.
+    pattern: of names that only this layout has; None if it cannot be recognized.
     convert: (name in the headwater model, tensor of the checkpoint, config) -> the model's tensor.
     """
 
     embedding: str
-    tidy: Callable[[Tensors], Tensors]
+    normalize: Callable[[Tensors], Tensors]
     fields: Callable[[Tensors, dict[str, Any]], dict[str, Any]]
     source: Callable[[str, HeadwaterConfig], str | None]
     pattern: str | None = None
-    convert: Callable[[str, Tensor, HeadwaterConfig], Tensor] = _keep_tensor
+    convert: Callable[[str, Tensor, HeadwaterConfig], Tensor] = lambda name, tensor, config: tensor
 
 
 def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> HeadwaterForCausalLM:
@@ -78,20 +74,19 @@ def read_foreign(path: str | Path, layout: str | None = None, **config: Any) -> 
     for name in config:
         if name not in FIELDS:
             raise HeadwaterError(f"HeadwaterConfig has no field {name!r}; {nearest(name, FIELDS)}")
-    chosen = as_mapping(config.pop("mechanisms", None))
-    if not isinstance(chosen, dict | None):
-        raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(chosen)}.")
+    requested = as_mapping(config.pop("mechanisms", None))
+    if not isinstance(requested, dict | None):
+        raise HeadwaterError(f"mechanisms must map names to options, or list names, not {shown(requested)}.")
     tensors = _read_tensors(path)
     reader = _choose_layout(layout, tensors, path)
     with reading(f"The checkpoint {str(path)!r}"):
-        tensors = reader.tidy(tensors)
-    beside = _read_settings(path)
+        tensors = reader.normalize(tensors)
+    settings = _read_settings(path) | config
     with reading(f"The checkpoint {str(path)!r}", "correct its config, or the fields that were passed"):
-        fields = reader.fields(tensors, beside | config)
-        stored = fields.pop("mechanisms")
-        mechanisms = (
-            stored if chosen is None else {name: stored.get(name, {}) | (chosen[name] or {}) for name in chosen}
-        )
+        fields = reader.fields(tensors, settings)
+        mechanisms = fields.pop("mechanisms")
+        if requested is not None:
+            mechanisms = {name: mechanisms.get(name, {}) | (options or {}) for name, options in requested.items()}
         # Build the model in the checkpoint's precision, so that constants such as τ are no less precise than in the
         # authors' code.
         model: HeadwaterForCausalLM = HeadwaterForCausalLM._from_config(
@@ -116,12 +111,12 @@ def _choose_layout(layout: str | None, tensors: Tensors, path: Path) -> Layout:
 
 
 def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -> HeadwaterForCausalLM:
-    """The model with the tensors copied in. Raises `HeadwaterError` if names or shapes do not match."""
+    """Copy the tensors into the model. Raises `HeadwaterError` if names or shapes do not match."""
     state = model.state_dict()
     sources = {name: source for name in state if (source := layout.source(name, model.config)) is not None}
     names = {*sources.values()}
-    for foreign in sources.values():
-        _take_tensor(tensors, foreign)
+    for source in sources.values():
+        _take_tensor(tensors, source)
     if model.config.tie_word_embeddings:
         names.add("lm_head.weight")  # a checkpoint may contain the tied head
     for name in tensors:
@@ -130,11 +125,11 @@ def _fill_model(model: HeadwaterForCausalLM, tensors: Tensors, layout: Layout) -
                 f"The checkpoint has a tensor {name!r} that is not part of this layout; remove it if the function "
                 f"does not need it, or add the config it belongs to."
             )
-    for name, foreign in sources.items():
-        tensor = layout.convert(name, tensors[foreign], model.config)
+    for name, source in sources.items():
+        tensor = layout.convert(name, tensors[source], model.config)
         if tensor.shape != state[name].shape:
             raise HeadwaterError(
-                f"Tensor {foreign!r} has the shape {list(tensors[foreign].shape)}, which does not match "
+                f"Tensor {source!r} has the shape {list(tensors[source].shape)}, which does not match "
                 f"{list(state[name].shape)} of {name}; check the sizes in the config and the keywords."
             )
         state[name].copy_(tensor)
@@ -162,7 +157,7 @@ def _count_layers(tensors: Tensors, pattern: str) -> int:
 
 
 def _count_heads(settings: dict[str, Any], width: int, known_heads: Mapping[int, int]) -> int:
-    """The number of query heads in a config, else in the authors' own configs of this width."""
+    """Find the number of query heads in a config, else in the authors' own configs of this width."""
     heads = settings.get("num_attention_heads", known_heads.get(width))
     if heads is None:
         raise HeadwaterError(
@@ -176,7 +171,7 @@ def _count_heads(settings: dict[str, Any], width: int, known_heads: Mapping[int,
 
 # Θ by the names of the authors' code. Its "softmax" is the exponential over its L1 norm, times n.
 SCORES = {"l2_norm_gelu": "l2_norm_gelu", "gelu_l2_norm": "gelu_l2_norm", "softmax": "exp_l1_norm"}
-MAPS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
+PROJECTIONS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "proj"}
 PAIRS = {
     "query_pairs": "attention.query",
     "key_pairs": "attention.key",
@@ -188,7 +183,7 @@ PAIRS = {
 TOKENFORMER_HEADS = {768: 12, 1024: 16, 1280: 16, 1536: 16}
 
 
-def _neox_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
+def _tokenformer_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     settings = {name.replace("-", "_"): value for name, value in settings.items()}
     vocabulary, width = _matrix_shape(tensors, NEOX_EMBEDDING)
     # Module 0 is the embedding, module 1 transposes it, then come the blocks.
@@ -233,7 +228,7 @@ def _refuse_settings(settings: dict[str, Any], **only: Any) -> None:
             raise HeadwaterError(f"The checkpoint's config has {name} {settings[name]!r}; only {value!r} is supported.")
 
 
-def _neox_source(name: str, config: HeadwaterConfig) -> str | None:
+def _tokenformer_source(name: str, config: HeadwaterConfig) -> str | None:
     depth = config.num_hidden_layers
     if name.endswith("scale.tau"):  # √n, or n for the exponential: the value in a new model
         return None
@@ -243,7 +238,7 @@ def _neox_source(name: str, config: HeadwaterConfig) -> str | None:
         return NEOX_EMBEDDING
     name = name.replace("model.norm.", f"sequential.{depth + 3}.norm.")
     name = re.sub(r"^model\.layers\.(\d+)\.", lambda layer: f"sequential.{int(layer[1]) + 2}.", name)
-    name = re.sub(r"self_attn\.(\w+)\.", lambda match: f"attention.{MAPS[match[1]]}.", name)
+    name = re.sub(r"self_attn\.(\w+)\.", lambda match: f"attention.{PROJECTIONS[match[1]]}.", name)
     return re.sub(r"\.(key|value)$", r".\1_param_tokens", name)
 
 
@@ -252,20 +247,20 @@ def _neox_source(name: str, config: HeadwaterConfig) -> str | None:
 RESFORMER_HEADS = {512: 8}
 
 
-def _weights_alone(tensors: Tensors) -> Tensors:
+def _drop_rope_buffers(tensors: Tensors) -> Tensors:
     """Remove old buffers of RoPE from the tensors."""
     return {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _llama_fields(
-    tensors: Tensors, settings: dict[str, Any], theta: float, width_of_head: int | None, layer: int = 0
+    tensors: Tensors, settings: dict[str, Any], theta: float, head_dim: int | None = None, layer: int = 0
 ) -> dict[str, Any]:
-    """The base model. width_of_head, layer: the width of heads according to the tensors, and its layer."""
+    """Make the fields of a Llama from the shapes in this layer. head_dim: None if the tensors do not show it."""
     prefix = f"model.layers.{layer}"
     vocabulary, width = _matrix_shape(tensors, EMBEDDING)
     queries, keys = (_matrix_shape(tensors, f"{prefix}.self_attn.{letter}_proj.weight")[0] for letter in "qk")
-    if width_of_head is None:
-        width_of_head = settings.get("head_dim") or queries // _count_heads(settings, width, RESFORMER_HEADS)
+    if head_dim is None:
+        head_dim = settings.get("head_dim") or queries // _count_heads(settings, width, RESFORMER_HEADS)
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
     rope.setdefault("rope_type", rope.pop("type", "default"))
     rope.setdefault("rope_theta", float(settings.get("rope_theta", theta)))
@@ -274,9 +269,9 @@ def _llama_fields(
         hidden_size=width,
         intermediate_size=_matrix_shape(tensors, f"{prefix}.mlp.up_proj.weight")[0],
         num_hidden_layers=_count_layers(tensors, r"model\.layers\.(\d+)\."),
-        num_attention_heads=max(1, queries // width_of_head),
-        num_key_value_heads=max(1, keys // width_of_head),
-        head_dim=width_of_head,
+        num_attention_heads=max(1, queries // head_dim),
+        num_key_value_heads=max(1, keys // head_dim),
+        head_dim=head_dim,
         max_position_embeddings=settings.get("max_position_embeddings", 2048),
         hidden_act=settings.get("hidden_act", "silu"),
         norm_eps=float(settings.get("rms_norm_eps", 1e-5)),
@@ -289,7 +284,7 @@ def _llama_fields(
 
 
 def _resformer_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
-    fields = _llama_fields(tensors, settings, 10_000.0, None)
+    fields = _llama_fields(tensors, settings, 10_000.0)
     # The tensors reveal only this form: layers after the first have no values of their own.
     values = [name for name in tensors if name.endswith("self_attn.v_proj.weight")]
     mechanisms: dict[str, Any] = {"value_residual": {"mode": "identity"}}
@@ -302,51 +297,51 @@ def _llama_source(name: str, config: HeadwaterConfig) -> str | None:
     return None if name == "lm_head.weight" and config.tie_word_embeddings else name
 
 
-def _shift_tidy(tensors: Tensors) -> Tensors:
+def _normalize_shift(tensors: Tensors) -> Tensors:
     """Rename the tensors of Baichuan-M1's code to the names that the listing has in a Llama.
 
     There `conv_k` and `conv_v` [1, 1, K, 1, window] are the taps, `W_pack` stacks queries, keys and values, and the
     output head's rows are normalized to length 1 when it is used.
     """
-    tidy, fused = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
-    for name, tensor in _weights_alone(tensors).items():
+    normalized, is_baichuan = {}, any(name.endswith("self_attn.conv_k") for name in tensors)
+    for name, tensor in _drop_rope_buffers(tensors).items():
         if re.search(r"self_attn\.conv_[kv]$", name) and tensor.ndim == 5:
-            tidy[re.sub(r"conv_([kv])$", lambda letter: letter[1].upper(), name)] = tensor[0, 0, :, 0]
+            normalized[re.sub(r"conv_([kv])$", lambda letter: letter[1].upper(), name)] = tensor[0, 0, :, 0]
         elif name.endswith("self_attn.W_pack.weight") and tensor.ndim == 2:
             width = tensor.shape[1]
             for letter, rows in zip("qkv", tensor.tensor_split([width, (len(tensor) + width) // 2]), strict=True):
-                tidy[name.replace("W_pack", f"{letter}_proj")] = rows
-        elif name == "lm_head.weight" and fused:
-            tidy[name] = torch.nn.functional.normalize(tensor, dim=-1)
+                normalized[name.replace("W_pack", f"{letter}_proj")] = rows
+        elif name == "lm_head.weight" and is_baichuan:
+            normalized[name] = torch.nn.functional.normalize(tensor, dim=-1)
         else:
-            tidy[name] = tensor
-    return tidy
+            normalized[name] = tensor
+    return normalized
 
 
 def _shift_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     depth = _count_layers(tensors, r"model\.layers\.(\d+)\.")
     sliding = sorted(set(settings.get("sliding_window_layers") or ()))
-    full = next((layer for layer in range(depth) if layer not in sliding), 0)
+    full_layer = next((layer for layer in range(depth) if layer not in sliding), 0)
     if sliding and settings.get("sliding_window") is None:
         raise HeadwaterError("The config names sliding_window_layers without a sliding_window; pass sliding_window.")
-    options, width_of_head = _shift_options(tensors, full)
-    fields = _llama_fields(tensors, settings, 100_000.0, width_of_head, full)
+    options, head_dim = _shift_options(tensors, full_layer)
+    fields = _llama_fields(tensors, settings, 100_000.0, head_dim, full_layer)
     fields |= dict(mechanisms={"kv_shift": options})
     if sliding:
         fields |= dict(sliding_window=settings["sliding_window"])
     if sliding and len(sliding) < depth:
-        _, width_of_head = _shift_options(tensors, sliding[0])
-        inside = _llama_fields(tensors, settings, 100_000.0, width_of_head, sliding[0])
-        differing = {name: inside[name] for name in OF_HEADS if inside[name] != fields[name]}
+        _, head_dim = _shift_options(tensors, sliding[0])
+        sliding_fields = _llama_fields(tensors, settings, 100_000.0, head_dim, sliding[0])
+        differing = {name: sliding_fields[name] for name in HEAD_FIELDS if sliding_fields[name] != fields[name]}
         fields |= dict(sliding_layers=sliding, sliding_fields=differing or None)
     return fields
 
 
-OF_HEADS = "num_attention_heads", "num_key_value_heads", "head_dim"
+HEAD_FIELDS = "num_attention_heads", "num_key_value_heads", "head_dim"
 
 
 def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
-    """Contents of a layer's taps: the options of the shift, and the width of a head."""
+    """Find the options of the shift and the width of a head from the shapes of a layer's taps."""
     taps = {letter: tensors.get(f"model.layers.{layer}.self_attn.{letter}") for letter in "KV"}
     shapes = {letter: tensor.shape for letter, tensor in taps.items() if tensor is not None}
     if not shapes or any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -355,8 +350,8 @@ def _shift_options(tensors: Tensors, layer: int) -> tuple[dict[str, Any], int]:
             f"{ ({letter: list(shape) for letter, shape in shapes.items()}) }."
         )
     heads, window = next(iter(shapes.values()))
-    width_of_head = _matrix_shape(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
-    return {"keys": "K" in shapes, "values": "V" in shapes, "window": window}, width_of_head
+    head_dim = _matrix_shape(tensors, f"model.layers.{layer}.self_attn.k_proj.weight")[0] // heads
+    return {"keys": "K" in shapes, "values": "V" in shapes, "window": window}, head_dim
 
 
 def _shift_source(name: str, config: HeadwaterConfig) -> str | None:
@@ -372,52 +367,56 @@ def _shift_convert(name: str, tensor: Tensor, config: HeadwaterConfig) -> Tensor
 # nanochat
 
 NANOCHAT_EMBEDDING = "transformer.wte.weight"
-TABLE = r"value_embeds\.(\d+)\.weight"
-GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
+VALUE_TABLE = r"value_embeds\.(\d+)\.weight"
+VALUE_GATE = r"transformer\.h\.\d+\.attn\.ve_gate\.weight"
 
 
 class Version(NamedTuple):
     """Properties of a version of nanochat's code that cannot be read from its tensors.
 
-    scale: of the value embeddings' gate. sharpness: factor on the scores, in addition to 1/√d. short: the context ->
-    how many earlier tokens a short window has.
+    scale: of the value embeddings' gate. score_scale: factor on the scores, in addition to 1/√d. short_window: the
+    context -> how many earlier tokens a short window has.
     """
 
     scale: float
     theta: float
-    sharpness: float
-    short: Callable[[int], int]
+    score_scale: float
+    short_window: Callable[[int], int]
 
 
 # Keyed by the number of channels that the gate of value embeddings reads; 0 if there is no gate.
-VERSIONS = {
-    0: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
-    32: Version(2.0, 10_000.0, 1.0, lambda context: context // 2),
-    12: Version(3.0, 100_000.0, 1.15**2, lambda context: -(-context // 3 // 128) * 128),
+VERSIONS = dict.fromkeys((0, 32), Version(2.0, 10_000.0, 1.0, lambda context: context // 2)) | {
+    12: Version(3.0, 100_000.0, 1.15**2, lambda context: -(-context // 3 // 128) * 128)
 }
 # Versions with a smeared embedding.
 LATEST = Version(3.0, 100_000.0, 1.2**2, lambda context: -(-context // 4 // 128) * 128)
 
 
-def _nanochat_tidy(tensors: Tensors) -> Tensors:
+def _normalize_nanochat(tensors: Tensors) -> Tensors:
     """Join each layer's scalars, x_0's before the stream's, and cast the embedding to the precision of the head."""
-    tidy = dict(tensors)
-    if "resid_lambdas" in tidy and "x0_lambdas" in tidy:
-        stream, embedding = tidy.pop("resid_lambdas"), tidy.pop("x0_lambdas")
-        tidy |= {f"lambdas.{i}": torch.stack(pair) for i, pair in enumerate(zip(embedding, stream, strict=True))}
-    if "lm_head.weight" in tidy:
-        precise = tidy["lm_head.weight"].dtype
-        tables = [name for name in tidy if name == NANOCHAT_EMBEDDING or name.startswith("value_embeds.")]
-        tidy |= {name: tidy[name].to(precise) for name in tables}
-    return tidy
+    normalized = dict(tensors)
+    if "resid_lambdas" in normalized and "x0_lambdas" in normalized:
+        stream, embedding = normalized.pop("resid_lambdas"), normalized.pop("x0_lambdas")
+        normalized |= {f"lambdas.{i}": torch.stack(pair) for i, pair in enumerate(zip(embedding, stream, strict=True))}
+    if "lm_head.weight" in normalized:
+        dtype = normalized["lm_head.weight"].dtype
+        tables = [name for name in normalized if name == NANOCHAT_EMBEDDING or name.startswith("value_embeds.")]
+        normalized |= {name: normalized[name].to(dtype) for name in tables}
+    return normalized
 
 
 def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
     rows, width = _matrix_shape(tensors, NANOCHAT_EMBEDDING)
-    version = _nanochat_version(tensors)
+    value_layers, channels = _find_value_embeddings(tensors)
+    version = LATEST if "smear_gate.weight" in tensors else VERSIONS[channels]
+    mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
+    if value_layers:
+        mechanisms["value_embedding"] = {"layers": value_layers, "channels": channels, "scale": version.scale}
+    if "smear_gate.weight" in tensors:
+        mechanisms |= {"smear": {"channels": tensors["smear_gate.weight"].shape[-1]}, "backout": {}}
     depth = _count_layers(tensors, r"transformer\.h\.(\d+)\.")
     heads = settings.get("num_attention_heads", settings.get("n_head")) or max(1, width // 128)
-    width_of_head = width // heads
+    head_dim = width // heads
     context = settings.get("sequence_len", settings.get("max_position_embeddings", 2048))
     pattern = str(settings.get("window_pattern", "L")).upper()
     short = [layer for layer in range(depth - 1) if pattern[layer % len(pattern)] == "S"]
@@ -427,8 +426,8 @@ def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, An
         intermediate_size=_matrix_shape(tensors, "transformer.h.0.mlp.c_fc.weight")[0],
         num_hidden_layers=depth,
         num_attention_heads=heads,
-        num_key_value_heads=max(1, _matrix_shape(tensors, "transformer.h.0.attn.c_k.weight")[0] // width_of_head),
-        head_dim=width_of_head,
+        num_key_value_heads=max(1, _matrix_shape(tensors, "transformer.h.0.attn.c_k.weight")[0] // head_dim),
+        head_dim=head_dim,
         max_position_embeddings=context,
         feed_forward="plain",
         hidden_act="relu2",
@@ -437,47 +436,32 @@ def _nanochat_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, An
         embedding_norm=True,
         qk_norm=True,
         rope_parameters={"rope_type": "default", "rope_theta": version.theta},
-        attention_scale=None if version.sharpness == 1 else version.sharpness * width_of_head**-0.5,
+        attention_scale=None if version.score_scale == 1 else version.score_scale * head_dim**-0.5,
         # nanochat's windows do not count the current token.
-        sliding_window=version.short(context) + 1 if short else None,
+        sliding_window=version.short_window(context) + 1 if short else None,
         sliding_layers=short or None,
         logit_softcap=15.0,
-        mechanisms=_nanochat_mechanisms(tensors, version),
+        mechanisms=mechanisms,
     )
 
 
-def _nanochat_gates(tensors: Tensors) -> set[int]:
-    """Numbers of channels that the gates of value embeddings read."""
-    return {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(GATE, name)}
-
-
-def _nanochat_version(tensors: Tensors) -> Version:
-    gates, has_tables = _nanochat_gates(tensors), any(re.fullmatch(TABLE, name) for name in tensors)
-    channels = max(gates, default=0)
-    if len(gates) > 1 or channels not in VERSIONS or has_tables != bool(gates):
+def _find_value_embeddings(tensors: Tensors) -> tuple[list[int], int]:
+    """Find the layers with value embeddings, and how many channels their gates read; 0 if there are none."""
+    layers = sorted(int(match[1]) for name in tensors if (match := re.fullmatch(VALUE_TABLE, name)))
+    gates = {tensor.shape[-1] for name, tensor in tensors.items() if re.fullmatch(VALUE_GATE, name)}
+    if len(gates) > 1 or not gates <= VERSIONS.keys() or bool(layers) != bool(gates):
         raise HeadwaterError(
             f"The gates of the value embeddings read {sorted(gates)} channels, but nanochat's read 32 or, in later "
             "versions, 12; use a checkpoint from its master branch."
         )
-    return LATEST if "smear_gate.weight" in tensors else VERSIONS[channels]
-
-
-def _nanochat_mechanisms(tensors: Tensors, version: Version) -> dict[str, Any]:
-    mechanisms: dict[str, Any] = {"embedding_residual": {}} if "lambdas.0" in tensors else {}
-    layers = sorted(int(match[1]) for name in tensors if (match := re.fullmatch(TABLE, name)))
-    if layers:
-        channels = max(_nanochat_gates(tensors))
-        mechanisms["value_embedding"] = {"layers": layers, "channels": channels, "scale": version.scale}
-    if "smear_gate.weight" in tensors:
-        mechanisms |= {"smear": {"channels": tensors["smear_gate.weight"].shape[-1]}, "backout": {}}
-    return mechanisms
+    return layers, max(gates, default=0)
 
 
 def _nanochat_source(name: str, config: HeadwaterConfig) -> str | None:
     if name == EMBEDDING:
         return NANOCHAT_EMBEDDING
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
-    return NANOCHAT_PARTS[inner].format(layer) if inner in NANOCHAT_PARTS else name
+    return NANOCHAT_NAMES[inner].format(layer) if inner in NANOCHAT_NAMES else name
 
 
 def _nanochat_convert(name: str, tensor: Tensor, config: HeadwaterConfig) -> Tensor:
@@ -486,8 +470,8 @@ def _nanochat_convert(name: str, tensor: Tensor, config: HeadwaterConfig) -> Ten
     return exchange_halves(tensor, config) if name.endswith(("q_proj.weight", "k_proj.weight")) else tensor
 
 
-# By our names within a layer; the number of the layer is `{}`.
-NANOCHAT_PARTS = {
+# Our name within a layer -> nanochat's; `{}` is the layer.
+NANOCHAT_NAMES = {
     "mechanisms.smear.gate.weight": "smear_gate.weight",
     "mechanisms.smear.strength": "smear_lambda",
     "mechanisms.backout.strength": "backout_lambda",
@@ -504,14 +488,16 @@ NANOCHAT_PARTS = {
 
 
 LAYOUTS = {
-    "tokenformer": Layout(NEOX_EMBEDDING, _weights_alone, _neox_fields, _neox_source, r"\.key_param_tokens$"),
-    "resformer": Layout(EMBEDDING, _weights_alone, _resformer_fields, _llama_source),
+    "tokenformer": Layout(
+        NEOX_EMBEDDING, _drop_rope_buffers, _tokenformer_fields, _tokenformer_source, r"\.key_param_tokens$"
+    ),
+    "resformer": Layout(EMBEDDING, _drop_rope_buffers, _resformer_fields, _llama_source),
     "kv-shifting": Layout(
-        EMBEDDING, _shift_tidy, _shift_fields, _shift_source, r"\.self_attn\.([KV]|conv_[kv])$", _shift_convert
+        EMBEDDING, _normalize_shift, _shift_fields, _shift_source, r"\.self_attn\.([KV]|conv_[kv])$", _shift_convert
     ),
     "nanochat": Layout(
         NANOCHAT_EMBEDDING,
-        _nanochat_tidy,
+        _normalize_nanochat,
         _nanochat_fields,
         _nanochat_source,
         r"^transformer\.h\.\d+\.attn\.c_q\.weight$",
@@ -530,7 +516,7 @@ def _find_newest(path: Path) -> Path:
 
 
 def _meta_file(file: Path) -> Path:
-    """File of settings that nanochat writes next to a checkpoint."""
+    """Name the file of settings that nanochat writes next to a checkpoint."""
     return file.with_name(f"meta_{file.stem.removeprefix('model_')}.json")
 
 
@@ -545,7 +531,7 @@ def _read_tensors(path: Path) -> Tensors:
 
 
 def _find_files(path: Path) -> list[Path]:
-    """The files that hold the tensors of a checkpoint."""
+    """Find the files that hold the tensors of a checkpoint."""
     if path.is_file():
         return [path]
     for index in (f"{WEIGHTS}.index.json", f"{PICKLED}.index.json"):
@@ -563,7 +549,7 @@ def _find_files(path: Path) -> list[Path]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
+    """Read the configs of a checkpoint: config.json, or the YAML files of GPT-NeoX, merged."""
     folder = path if path.is_dir() else path.parent
     files = [file for file in (folder / CONFIG, _meta_file(path)) if file.is_file()]
     files = files or sorted(file for directory in (folder, folder / "configs") for file in directory.glob("*.y*ml"))

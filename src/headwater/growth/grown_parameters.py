@@ -66,7 +66,6 @@ class ParameterGrower:
         self.model, self.grown, self.growth = model, grown, growth
         self.parameters = dict(model.named_parameters())
         self.used_names: set[str] = set()
-        self.plans = model.plans, grown.plans
 
     def find_source_name(self, name: str) -> str:
         """Find the name of the parameter of the smaller model that this one is made from."""
@@ -236,7 +235,7 @@ class ParameterGrower:
         if axis.kind in ("q", "kv"):  # where layers differ in heads, none are added
             heads = growth.q if axis.kind == "q" else growth.kv
             return list(heads), max(heads) + 1
-        old, new = self.plans[0][growth.layers[layer]], self.plans[1][layer]
+        old, new = self.model.plans[growth.layers[layer]], self.grown.plans[layer]
         stored, heads = (old.k_heads, new.k_heads) if axis.kind == "k" else (old.v_heads, new.v_heads)
         sources = growth.kv if growth.extends("kv") else range(max(heads, default=0) + 1)
         return [stored.index(sources[head]) if sources[head] in stored else -1 for head in heads], len(stored)

@@ -204,14 +204,10 @@ def _map_layers(old: int, new: int, method: str | None) -> tuple[tuple[int, ...]
         return tuple(layer % old for layer in range(new)), frozenset()
     if method == "interleave":
         return tuple(layer * old // new for layer in range(new)), frozenset()
-    layers: list[int] = []
-    identity_layers: list[int] = []
-    for layer in range(old):  # spread the new layers evenly, with the last one at the end
-        layers.append(layer)
-        for _ in range((layer + 1) * (new - old) // old - layer * (new - old) // old):
-            identity_layers.append(len(layers))
-            layers.append(layer)
-    return tuple(layers), frozenset(identity_layers)
+    # Spread the new layers evenly, with the last one at the end. starts: the first copy of each old layer.
+    starts = [layer + layer * (new - old) // old for layer in range(old + 1)]
+    layers = tuple(layer for layer in range(old) for _ in range(starts[layer], starts[layer + 1]))
+    return layers, frozenset(range(new)) - set(starts)
 
 
 def _map_stream(old: int, new: int, copies: bool) -> tuple[int, ...]:
