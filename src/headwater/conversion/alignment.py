@@ -46,7 +46,7 @@ def align_layers(
     pool_size, goal = find_pool_size(config), plan_layers(finish_config(config))
     for layer, attention in enumerate(list_attentions(model)):
         for letter in letters:
-            x, rotary_dim = samples[layer][letter], count_rotated(model, letter, layer)
+            x, rotary_dim = samples[layer, letter], count_rotated(model, letter, layer)
             heads = torch.arange(x.shape[1])
             if pool_size > 1:  # towards the group's first head, which is not rotated
                 targets = heads // pool_size * pool_size
@@ -54,11 +54,11 @@ def align_layers(
                 x = _transform_layer(attention, letter, x, rotations, heads != targets)
             sources = [getattr(goal[layer].attends[head // pool_size], letter) for head in range(len(heads))]
             if any(source != layer for source in sources):
-                pooled = [_pool_samples(samples[source][letter], pool_size) for source in sources]
+                pooled = [_pool_samples(samples[source, letter], pool_size) for source in sources]
                 target = torch.stack([source[:, head] for head, source in enumerate(pooled)], dim=1)
                 maps = find_maps(_pool_samples(x, pool_size), target, rotary_dim)
                 x = _transform_layer(attention, letter, x, maps, torch.tensor(sources) != layer)
-            samples[layer][letter] = x
+            samples[layer, letter] = x
     return True
 
 
@@ -205,11 +205,12 @@ def measure_similarity(model: HeadwaterForCausalLM, rows: Tensor) -> dict[str, T
     equal; 0 between layers of two kinds.
     """
     samples, letters, config = sample_heads(model, rows), list_transformable(model), model.config
-    tables = {name: torch.zeros(len(samples), len(samples)) for name in ("keys", "values")}
+    depth = config.num_hidden_layers
+    tables = {name: torch.zeros(depth, depth) for name in ("keys", "values")}
     for table, letter in zip(tables.values(), "kv", strict=True):
-        for layer, source in itertools.combinations(reversed(range(len(samples))), 2):
+        for layer, source in itertools.combinations(reversed(range(depth)), 2):
             if config.slides(layer) == config.slides(source):
-                x, y = samples[layer][letter], samples[source][letter]
+                x, y = samples[layer, letter], samples[source, letter]
                 if letter in letters:
                     x = transform_heads(x, find_rotations(x, y, count_rotated(model, letter, layer)))
                 table[layer, source] = 1 - (x - y).square().sum() / (x.square().sum() + y.square().sum())

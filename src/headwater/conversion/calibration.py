@@ -1,13 +1,13 @@
 """Calibration of a conversion: what attention computes on sample tokens, and output projections fitted to it."""
 
 import functools
+from collections import defaultdict
 from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from headwater.config.planner import plan_layers
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
 
@@ -29,19 +29,19 @@ def has_linear_attention(model: HeadwaterForCausalLM) -> bool:
 
 
 @torch.no_grad()
-def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> list[dict[str, Tensor]]:
-    """Return the projected keys "k" and values "v" of each layer for rows of tokens, [tokens, heads, d] each."""
-    outputs: list[dict[str, list[Tensor]]] = [{"k": [], "v": []} for _ in model.model.layers]
+def sample_heads(model: HeadwaterForCausalLM, rows: Tensor) -> dict[tuple[int, str], Tensor]:
+    """Return the projected keys and values for rows of tokens, [tokens, heads, d] each, by layer and "k" or "v"."""
+    outputs: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
     with ExitStack() as stack:
         stack.callback(model.train, model.training)
-        for layer, attention in zip(outputs, list_attentions(model), strict=True):
-            for letter, heads in layer.items():
+        for layer, attention in enumerate(list_attentions(model)):
+            for letter in "kv":
                 if (projection := getattr(attention, f"{letter}_proj")) is not None:
-                    hook = functools.partial(_record_heads, heads, attention.head_dim)
+                    hook = functools.partial(_record_heads, outputs[layer, letter], attention.head_dim)
                     stack.enter_context(projection.register_forward_hook(hook))
         for row in rows:
-            model.eval()(row[None].to(model.device), use_cache=False)
-    return [{letter: torch.cat(heads) for letter, heads in layer.items() if heads} for layer in outputs]
+            model.eval().model(row[None].to(model.device), use_cache=False)
+    return {key: torch.cat(heads) for key, heads in outputs.items()}
 
 
 @torch.no_grad()
@@ -68,9 +68,7 @@ def fit_outputs(model: HeadwaterForCausalLM, original: HeadwaterForCausalLM, row
     """
     pooled = model.config.num_key_value_heads != original.config.num_key_value_heads
     with ExitStack() as stack:
-        for plan, attention, source in zip(
-            plan_layers(model.config), list_attentions(model), list_attentions(original), strict=True
-        ):
+        for plan, attention, source in zip(model.plans, list_attentions(model), list_attentions(original), strict=True):
             shares = any({attends.k, attends.v} != {plan.index} for attends in plan.attends)
             if (pooled or shares or plan.value_part != "v") and isinstance(attention.o_proj, nn.Linear):
                 target: list[Tensor] = []

@@ -90,7 +90,7 @@ def expand_latent(model: HeadwaterForCausalLM) -> HeadwaterForCausalLM:
     values are not made from a latent."""
     if (config := expand_config(model.config)) is model.config:
         return model
-    tensors = dict(untied_state_dict(model))
+    tensors = untied_state_dict(model)
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}.self_attn."
         down = tensors[f"{prefix}k_proj.weight"]

@@ -4,8 +4,6 @@ Along each axis of a parameter (`mechanisms.growth_map.Dim`) a new entry is a co
 fresh model of the new size. The methods of `methods` differ in this alone.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -57,6 +55,19 @@ def count_tied_copies(config: HeadwaterConfig, growth: GrowthMap) -> int:
     """Count the copies of each channel that a tied output head reads, whose weights cannot share the old one."""
     tied = config.tie_word_embeddings and isinstance(config.logit_scale, float | int)
     return growth.stream.count(0) if tied and growth.zero_init else 1
+
+
+class AxisMap(NamedTuple):
+    """A map from the new entries along an axis to old ones.
+
+    source: the old entry of each new one; -1: none. zero: entries without a source are zero, not fresh. mean: the mean
+    of the old entries is appended to them. factor: of old entries.
+    """
+
+    source: list[int]
+    zero: bool = False
+    mean: bool = False
+    factor: float = 1.0
 
 
 class ParameterGrower:
@@ -250,19 +261,6 @@ class ParameterGrower:
             return AxisMap([axis.entries.index(entry) if entry in axis.entries else -1 for entry in old], zero=True)
         indices = {self.growth.map_entry(layer, entry): index for index, entry in enumerate(axis.entries)}
         return AxisMap([indices.get(entry, -1) for entry in entries], zero=True)
-
-
-class AxisMap(NamedTuple):
-    """A map from the new entries along an axis to old ones.
-
-    source: the old entry of each new one; -1: none. zero: entries without a source are zero, not fresh. mean: the mean
-    of the old entries is appended to them. factor: of old entries.
-    """
-
-    source: list[int]
-    zero: bool = False
-    mean: bool = False
-    factor: float = 1.0
 
 
 def _shape_along(dim: int, dims: int) -> list[int]:

@@ -128,11 +128,12 @@ def map_growth(config: HeadwaterConfig, options: GrowthOptions) -> GrowthMap:
     _check_sizes(config, sizes)
     old = {name: getattr(config, name) for name in SIZES}
     new = old | sizes | _scale_kv_heads(config, sizes)
-    grows = {name for name in old if new[name] > old[name]}
-    _check_directions(method, deeper, wider, grows)
+    deepens = new["num_hidden_layers"] > old["num_hidden_layers"]
+    widths = [name for name in SIZES[1:] if new[name] > old[name]]
+    _check_directions(method, deeper, wider, deepens, bool(widths))
     layers, identity_layers = _map_layers(old["num_hidden_layers"], new["num_hidden_layers"], deeper)
     if wider == "hypercloning":
-        for name in grows - {"num_hidden_layers"}:
+        for name in widths:
             if new[name] % old[name]:
                 raise HeadwaterError(
                     f"hypercloning multiplies: {name} can be {old[name] * 2} or {old[name] * 3}, not {new[name]}; use "
@@ -141,7 +142,7 @@ def map_growth(config: HeadwaterConfig, options: GrowthOptions) -> GrowthMap:
     copies = wider in NOISE
     kv, q = _map_heads(config, new["num_attention_heads"], new["num_key_value_heads"], copies)
     units = old["intermediate_size"]
-    methods_used = {deeper if "num_hidden_layers" in grows else None, wider if grows - {"num_hidden_layers"} else None}
+    methods_used = {deeper if deepens else None, wider if widths else None}
     growth = GrowthMap(
         layers=layers,
         identity_layers=identity_layers,
@@ -150,7 +151,7 @@ def map_growth(config: HeadwaterConfig, options: GrowthOptions) -> GrowthMap:
         kv=kv,
         units=tuple(unit % units if copies or unit < units else -1 for unit in range(new["intermediate_size"])),
         padding="fresh" if wider == "net2net" else "mean" if config.norm == "layer_norm" else "zero",
-        preserves_function=not methods_used & set(INEXACT),
+        preserves_function=methods_used.isdisjoint(INEXACT),
         noise=NOISE.get(str(wider), 0.0),
     )
     if growth.zero_init:
@@ -180,14 +181,14 @@ def _scale_kv_heads(config: HeadwaterConfig, sizes: dict[str, int]) -> dict[str,
     return {"num_key_value_heads": sizes["num_attention_heads"] // ratio}
 
 
-def _check_directions(method: str, deeper: str | None, wider: str | None, grows: set[str]) -> None:
+def _check_directions(method: str, deeper: str | None, wider: str | None, deepens: bool, widens: bool) -> None:
     """Raise `HeadwaterError` if the method lacks a direction that grows, or names one that does not."""
-    if deeper is None and "num_hidden_layers" in grows:
+    if deepens and deeper is None:
         raise HeadwaterError(f"The method {method!r} does not make models deeper; use, for example, identity+{method}.")
-    if wider is None and grows - {"num_hidden_layers"}:
+    if widens and wider is None:
         raise HeadwaterError(f"The method {method!r} does not make models wider; use, for example, {method}+exact.")
-    if "+" in method and not {"num_hidden_layers"} < grows:
-        only, unread = (deeper, wider) if "num_hidden_layers" in grows else (wider, deeper)
+    if "+" in method and not (deepens and widens):
+        only, unread = (deeper, wider) if deepens else (wider, deeper)
         raise HeadwaterError(
             f"The model grows in one direction only, and {unread!r} is for the other; use the method {only}."
         )

@@ -9,13 +9,11 @@ scale τ = √n of the paper's text changes with n; recomputing it changes the f
 Every function here returns a new model and does not change its arguments.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +22,13 @@ from headwater.config.capabilities import Map
 from headwater.config.text import HeadwaterConfig
 from headwater.growth.methods import GrowthOptions, KeyInit, check_whole
 from headwater.mechanisms.pattention import Pattention, default_tau, find_problem
+from headwater.models.causal_lm import HeadwaterForCausalLM
+from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.block import Block
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 
-if TYPE_CHECKING:
-    from headwater.models.causal_lm import HeadwaterForCausalLM
-    from headwater.models.pretrained import HeadwaterPreTrainedModel
-
-Model = TypeVar("Model", bound="HeadwaterPreTrainedModel")
+Model = TypeVar("Model", bound=HeadwaterPreTrainedModel)
 # Linear layer -> number of pairs, the same in all layers of a model.
 Counts = dict[Map, int]
 

@@ -36,8 +36,12 @@ from headwater.util.errors import HeadwaterError
 
 def _list_cached(plans: Sequence[LayerPlan]) -> set[tuple[str, int, int]]:
     """List what is cached: "k" or "v", layer and head."""
-    pairs = ((attends._asdict(), head) for plan in plans for head, attends in enumerate(plan.attends))
-    return {(letter, layer, head) for heads, head in pairs for letter, layer in heads.items()}
+    return {
+        (letter, layer, head)
+        for plan in plans
+        for head, attends in enumerate(plan.attends)
+        for letter, layer in attends._asdict().items()
+    }
 
 
 class Blend(KeepsPrecision, Mechanism):

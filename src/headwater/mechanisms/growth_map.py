@@ -117,7 +117,7 @@ class GrowthMap:
     @property
     def mean_square_ratio(self) -> float:
         """The ratio of the new stream's mean square to the old one's, if its new channels are zero."""
-        return sum(source >= 0 for source in self.stream) / len(self.stream) if self.pads else 1.0
+        return sum(source >= 0 for source in self.stream) / len(self.stream)
 
     def first_copy(self, layer: int) -> int:
         """Find the first copy of an old layer; -1, the embedding, stays."""

@@ -306,14 +306,15 @@ class ValueResidual(KeepsPrecision, Mechanism):
 
     @classmethod
     def grow_options(cls, options: OptionValues, config: HeadwaterConfig, growth: GrowthMap) -> OptionValues:
-        acting, depth = list_acting_layers(cls, plan_layers(config)), config.num_hidden_layers
+        acting = list_acting_layers(cls, plan_layers(config))
         if options["mode"] == "learnable_plus" and growth.identity_layers:  # leave them out of the budget
-            layers = [growth.first_copy(layer) for layer in acting]
+            layers = [*map(growth.first_copy, acting)]
             return options | {"source": growth.first_copy(options["source"]), "layers": layers}
-        fixed = options["mode"] == "sparse" and options["layers"] is None
-        if growth.deepens and fixed:  # different layers are the last ones now
+        if not growth.deepens:
+            return options
+        if options["mode"] == "sparse" and options["layers"] is None:  # different layers are the last ones now
             options = options | {"layers": acting}
-        return grow_receivers(options, acting, growth) if len(growth.layers) > depth else options
+        return grow_receivers(options, acting, growth)
 
     def describe_axes(self, parameter: str) -> tuple[Dim, ...]:
         if self.mode != "dense":
