@@ -106,13 +106,13 @@ def _write_folder(
     card: str | Mapping[str, Any] | None,
     origin: PreTrainedModel | None = None,
 ) -> None:
-    with stage_folder(folder) as beside:
-        model.save_pretrained(beside)
+    with stage_folder(folder) as staging:
+        model.save_pretrained(staging)
         if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
+            tokenizer.save_pretrained(staging)
         if origin is not None:
-            _add_older_names(beside)
+            _add_older_names(staging)
         if not isinstance(card, str):
             options = {"name": folder.name} | dict(card or {})
             card = str(make_card(model, has_preparer=tokenizer is not None, origin=origin, **options))
-        (beside / CARD).write_text(card, encoding="utf-8")
+        (staging / CARD).write_text(card, encoding="utf-8")

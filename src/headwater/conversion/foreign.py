@@ -326,10 +326,10 @@ def _shift_fields(tensors: Tensors, settings: dict[str, Any]) -> dict[str, Any]:
         raise HeadwaterError("The config names sliding_window_layers without a sliding_window; pass sliding_window.")
     options, head_dim = _shift_options(tensors, full_layer)
     fields = _llama_fields(tensors, settings, 100_000.0, head_dim, full_layer)
-    fields |= dict(mechanisms={"kv_shift": options})
+    fields["mechanisms"] = {"kv_shift": options}
     if sliding:
-        fields |= dict(sliding_window=settings["sliding_window"])
-    if sliding and len(sliding) < depth:
+        fields["sliding_window"] = settings["sliding_window"]
+    if 0 < len(sliding) < depth:
         _, head_dim = _shift_options(tensors, sliding[0])
         sliding_fields = _llama_fields(tensors, settings, 100_000.0, head_dim, sliding[0])
         differing = {name: sliding_fields[name] for name in HEAD_FIELDS if sliding_fields[name] != fields[name]}

@@ -73,8 +73,8 @@ def write_gguf(model: HeadwaterForCausalLM, file: Path, tokenizer: PreTrainedTok
     for name, tensor in _name_tensors(llama):
         data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
         writer.add_tensor(name, data, raw_dtype=_TYPES[tensor.dtype][0])
-    with replace_file(file) as beside:
-        writer.write_header_to_file(beside)
+    with replace_file(file) as staging:
+        writer.write_header_to_file(staging)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
@@ -112,7 +112,7 @@ def _name_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rope_factors(model: PreTrainedModel) -> Tensor | None:
-    """The factors [d/2] by which RoPE's frequencies are divided; None: they are not scaled."""
+    """Return the factors [d/2] by which RoPE's frequencies are divided; None: they are not scaled."""
     rope = model.config.rope_parameters
     if (kind := rope.get("rope_type", "default")) not in _ROPE_TYPES:
         raise HeadwaterError(f"RoPE of the type {kind!r} cannot be written as GGUF; {_CONVERTER}.")

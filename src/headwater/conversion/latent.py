@@ -29,7 +29,7 @@ DAMPING, LEAST = 1e-6, 1e-5
 
 
 def latent_config(config: HeadwaterConfig, width: int) -> HeadwaterConfig:
-    """The config of `make_latent`. Raises `HeadwaterError` for a model that cannot be converted."""
+    """Make the config of `make_latent`. Raises `HeadwaterError` for a model that cannot be converted."""
     if MECHANISM in config.mechanisms:
         raise HeadwaterError(
             "Keys and values are made from a latent already. For another width, export the model with --family, and "
@@ -75,7 +75,7 @@ def make_latent(model: HeadwaterForCausalLM, rows: Tensor, width: int) -> Headwa
 
 
 def expand_config(config: HeadwaterConfig) -> HeadwaterConfig:
-    """The config of `expand_latent`, or `config` itself if there is nothing to expand."""
+    """Make the config of `expand_latent`, or `config` itself if there is nothing to expand."""
     if set(config.mechanisms) != {MECHANISM}:
         return config
     plain = copy.deepcopy(config)
@@ -136,7 +136,7 @@ def convert_layer(weights: dict[str, Tensor], gram: Tensor, config: HeadwaterCon
 
 
 def join_bias(weights: dict[str, Tensor], name: str) -> Tensor:
-    """A linear map as one of (x, 1), [out, in + 1]."""
+    """Join weight and bias to a linear map of (x, 1), [out, in + 1]."""
     weight = weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias", torch.zeros(len(weight), dtype=weight.dtype))
     return torch.cat((weight, bias[:, None]), dim=1)
@@ -159,7 +159,7 @@ def weigh_norms(
 
 
 def measure_squares(heads: Tensor, gram: Tensor) -> Tensor:
-    """The mean square of each channel, [heads, d], of maps [heads, d, D + 1]."""
+    """Measure the mean square of each channel, [heads, d], of maps [heads, d, D + 1]."""
     return ((heads @ gram) * heads).sum(2)
 
 

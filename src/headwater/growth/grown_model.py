@@ -197,7 +197,7 @@ def _find_change(
 
 
 class FunctionChanged(HeadwaterError):
-    """A larger model computes something else than the smaller one although its method keeps the function."""
+    """Raised if a larger model computes something else than the smaller one although its method keeps the function."""
 
 
 @torch.no_grad()

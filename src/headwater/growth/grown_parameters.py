@@ -58,7 +58,7 @@ def count_tied_copies(config: HeadwaterConfig, growth: GrowthMap) -> int:
 
 
 class AxisMap(NamedTuple):
-    """A map from the new entries along an axis to old ones.
+    """Map from the new entries along an axis to old ones.
 
     source: the old entry of each new one; -1: none. zero: entries without a source are zero, not fresh. mean: the mean
     of the old entries is appended to them. factor: of old entries.
@@ -71,7 +71,7 @@ class AxisMap(NamedTuple):
 
 
 class ParameterGrower:
-    """Makes the parameters of the model `grown` from those of the smaller `model`."""
+    """Growth of a model's parameters to those of the larger model `grown`."""
 
     def __init__(self, model: Model, grown: Model, growth: GrowthMap) -> None:
         self.model, self.grown, self.growth = model, grown, growth
@@ -105,7 +105,7 @@ class ParameterGrower:
             return None
         self.used_names.add(source_name)
         in_identity_layer = layer in self.growth.identity_layers and not power
-        if in_identity_layer and owner is not None and isinstance(owner, PassesThrough):
+        if in_identity_layer and isinstance(owner, PassesThrough):
             neutral = owner.find_neutral_value(inner)
             if neutral is not None:
                 return neutral
@@ -146,13 +146,12 @@ class ParameterGrower:
         x = old.detach().to(fresh.device, wide).reshape(*old.shape[: dims - 1], -1)
         base = fresh.detach().to(wide).reshape(*fresh.shape[: dims - 1], -1)
         is_copied, zero = torch.ones_like(base, dtype=torch.bool), torch.zeros_like(base, dtype=torch.bool)
-        spread = None
+        duplicated = None
         module = self.grown.get_submodule(name.rpartition(".")[0])
         offset = float(isinstance(module, RMSNorm) and module.offset and not power)
         x, base = x + offset, base + offset
         for dim, axis in enumerate(axes):
-            axis_map = self.map_axis(name, axis, x.shape[dim], base.shape[dim])
-            if axis_map is None:
+            if (axis_map := self.map_axis(name, axis, x.shape[dim], base.shape[dim])) is None:
                 continue
             if axis_map.mean:
                 x = torch.cat((x, x.mean(dim, keepdim=True)), dim)
@@ -161,13 +160,13 @@ class ParameterGrower:
             x = x.index_select(dim, source.clamp(min=0))
             counts = torch.bincount(source[source >= 0])[source.clamp(min=0)]
             if axis.reads and power == 0 and bool((counts > 1).any()):
-                spread = (dim, source)
+                duplicated = (dim, source)
             x = x * _scale_copies(axis, axis_map, counts.to(wide).reciprocal().view(view), power)
             is_copied &= (source >= 0).view(view)
             zero |= ((source < 0) & axis_map.zero).view(view)
         noise = torch.zeros_like(x)
-        if spread is not None and self.growth.noise:
-            noise = self.draw_noise(name, x, base, *spread)
+        if duplicated is not None and self.growth.noise:
+            noise = self.draw_noise(name, x, base, *duplicated)
         if not zeroed:
             result = torch.where(is_copied, x + noise, torch.where(zero, 0.0, base))
             return result.reshape(fresh.shape) - offset

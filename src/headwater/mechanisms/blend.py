@@ -141,7 +141,7 @@ class Blend(KeepsPrecision, Mechanism):
 
     @classmethod
     def remove_blend(cls, config: HeadwaterConfig) -> HeadwaterConfig:
-        """The config of the model that is converted."""
+        """Return the config of the model that is converted."""
         plain = copy.deepcopy(config)
         blend = cls.registered_name()
         plain.mechanisms = {name: options for name, options in (config.mechanisms or {}).items() if name != blend}
@@ -226,7 +226,7 @@ class Blend(KeepsPrecision, Mechanism):
         attends = goal.attends if plan.at(Stage.ATTENDED_KV) else ()
 
         def list_slots(letter: Part) -> tuple[int | None, ...]:
-            """The slots of the sources of all heads' keys or values."""
+            """List the slots of the sources of all heads' keys or values."""
             layers = (getattr(attended, letter) for attended in attends for _ in range(pool_size))
             return tuple(None if layer == plan.index else plan.slot(Source("bank", letter, layer)) for layer in layers)
 

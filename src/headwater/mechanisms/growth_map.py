@@ -1,4 +1,4 @@
-"""The map from a larger model to the smaller one that it is made from (`GrowthMap`), and a parameter's axes (`Dim`).
+"""Map from a larger model to the smaller one that it is made from (`GrowthMap`), and a parameter's axes (`Dim`).
 
 `headwater.growth` makes a `GrowthMap`. Mechanisms say how they grow by `GrowsOptions` and `DescribesAxes`.
 """
@@ -68,7 +68,7 @@ def select_heads(
 
 @dataclass(frozen=True)
 class GrowthMap:
-    """A map from the layers, channels, heads and units of a larger model to those of the smaller one.
+    """Map from the layers, channels, heads and units of a larger model to those of the smaller one.
 
     layers: for each new layer, the old one that it copies. identity_layers: new layers that add nothing at first.
     stream, q, kv, units: for each new channel, query head, key/value head and feed-forward unit, the old one that it
@@ -83,9 +83,9 @@ class GrowthMap:
     q: tuple[int, ...]
     kv: tuple[int, ...]
     units: tuple[int, ...]
-    padding: Padding = "zero"
-    preserves_function: bool = True
-    noise: float = 0.0
+    padding: Padding
+    preserves_function: bool
+    noise: float
 
     @property
     def old_depth(self) -> int:
@@ -116,7 +116,7 @@ class GrowthMap:
 
     @property
     def mean_square_ratio(self) -> float:
-        """The ratio of the new stream's mean square to the old one's, if its new channels are zero."""
+        """Ratio of the new stream's mean square to the old one's, if its new channels are zero."""
         return sum(source >= 0 for source in self.stream) / len(self.stream)
 
     def first_copy(self, layer: int) -> int:
