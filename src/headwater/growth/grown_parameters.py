@@ -105,7 +105,7 @@ class ParameterGrower:
             return None
         self.used_names.add(source_name)
         in_identity_layer = layer in self.growth.identity_layers and not power
-        if in_identity_layer and isinstance(owner, PassesThrough):
+        if in_identity_layer and owner is not None and isinstance(owner, PassesThrough):
             neutral = owner.find_neutral_value(inner)
             if neutral is not None:
                 return neutral
