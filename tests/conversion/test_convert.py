@@ -323,6 +323,19 @@ def test_maps_are_least_squares(rotary_dim):
         assert_near(inverse[head], expected, 1e-6)
 
 
+@pytest.mark.parametrize("rotary_dim", [0, 4, 8])
+@pytest.mark.parametrize("pruned", ["x", "target", "both"])
+def test_a_pruned_head_is_left_as_it_is(rotary_dim, pruned):
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 60, 3, 8, dtype=torch.float64)
+    whole = find_maps(x, target, rotary_dim)
+    for samples in {"x": [x], "target": [target], "both": [x, target]}[pruned]:
+        samples[:, 1] = 0
+    maps = find_maps(x, target, rotary_dim)
+    assert_near(maps[1], torch.eye(8, dtype=torch.float64), 1e-12)
+    assert_near(maps[[0, 2]], whole[[0, 2]], 1e-12)
+
+
 @pytest.mark.parametrize("name", ["llama", "partial RoPE, biases", "GPT-2"])
 def test_a_layer_whose_keys_and_values_are_images_of_anothers_shares_without_loss(name):
     model, rows = build(num_hidden_layers=2, **SOURCES[name]), tokens(4, 16)

@@ -102,17 +102,23 @@ def find_maps(x: Tensor, target: Tensor, rotary_dim: int = 0) -> Tensor:
     if rotary_dim:
         z, z_target = _pair_channels(x, rotary_dim), _pair_channels(target, rotary_dim)
         factors = (z_target.conj() * z).sum(0) / z_target.abs().square().sum(0).clamp(min=1e-30)
-        lengths = factors.abs()
-        least = (MIN_SINGULAR_RATIO * lengths.amax(-1, keepdim=True)).clamp(min=1e-30)
-        _write_pairs(inverse, _find_phases(factors) * torch.maximum(lengths, least))
+        _write_pairs(inverse, _find_phases(factors) * _limit_ratios(factors.abs()))
     if rotary_dim < x.shape[2]:
         y, inputs = (samples[..., rotary_dim:].transpose(0, 1) for samples in (x, target))
         gram = inputs.mT @ inputs
-        ridge = 1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
-        u, lengths, right = torch.linalg.svd(torch.linalg.solve(gram + ridge, inputs.mT @ y))
-        lengths = torch.maximum(lengths, MIN_SINGULAR_RATIO * lengths[:, :1])
-        inverse[:, rotary_dim:, rotary_dim:] = (u * lengths[:, None]) @ right
+        ridge = (1e-9 * gram.diagonal(dim1=1, dim2=2).mean(-1)).clamp(min=1e-30)[:, None, None]
+        u, lengths, right = torch.linalg.svd(
+            torch.linalg.solve(gram + ridge * torch.eye(gram.shape[-1]).to(gram), inputs.mT @ y)
+        )
+        inverse[:, rotary_dim:, rotary_dim:] = (u * _limit_ratios(lengths)[:, None]) @ right
     return torch.linalg.inv(inverse)
+
+
+def _limit_ratios(lengths: Tensor) -> Tensor:
+    """Raise singular values [heads, n] to `MIN_SINGULAR_RATIO` of their head's largest; all 0, as of a head that is
+    pruned, become 1."""
+    largest = lengths.amax(-1, keepdim=True)
+    return torch.where(largest > 0, torch.maximum(lengths, MIN_SINGULAR_RATIO * largest), 1.0)
 
 
 def _pair_channels(x: Tensor, rotary_dim: int) -> Tensor:
