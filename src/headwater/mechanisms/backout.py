@@ -19,7 +19,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, GrowthMap, fixed_axes
-from headwater.mechanisms.receivers import identity_with
+from headwater.mechanisms.shared_options import identity_with
 from headwater.util.errors import HeadwaterError
 
 

@@ -19,7 +19,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import Dim, GrowthMap
-from headwater.mechanisms.receivers import check_least, identity_with
+from headwater.mechanisms.shared_options import check_least, identity_with
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError
 

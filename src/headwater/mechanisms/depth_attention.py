@@ -23,7 +23,7 @@ from headwater.config.plan import LayerPlan, Source, Stage
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.growth_map import READS, SAME, GrowthMap, fixed_axes
-from headwater.mechanisms.receivers import check_least, check_receivers, list_receivers
+from headwater.mechanisms.shared_options import check_least, check_receivers, list_receivers
 from headwater.util.errors import HeadwaterError
 
 DepthVariant = Literal["attnres", "inkling_2"]

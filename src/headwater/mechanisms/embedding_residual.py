@@ -22,7 +22,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, fixed_axes
-from headwater.mechanisms.receivers import check_layers, grow_layers, identity_with, is_chosen
+from headwater.mechanisms.shared_options import check_layers, grow_layers, identity_with, is_chosen
 from headwater.mechanisms.weighted_sum import weighted_sum
 
 

@@ -21,15 +21,8 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import Dim, fixed_axes
-from headwater.mechanisms.receivers import (
-    check_layers,
-    check_own_values,
-    find_value_slots,
-    grow_layers,
-    identity_with,
-    is_chosen,
-    join_heads,
-)
+from headwater.mechanisms.layer_values import check_own_values, find_value_slots, join_heads
+from headwater.mechanisms.shared_options import check_layers, grow_layers, identity_with, is_chosen
 from headwater.util.errors import HeadwaterError
 
 # The smallest ‖v‖² to divide by.

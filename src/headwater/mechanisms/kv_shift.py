@@ -32,7 +32,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
-from headwater.mechanisms.receivers import check_own_values
+from headwater.mechanisms.layer_values import check_own_values
 from headwater.mechanisms.shift import read_tail, shift, shift_second
 from headwater.util.errors import HeadwaterError, check_known
 

@@ -30,7 +30,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.growth_map import GrowthMap
-from headwater.mechanisms.receivers import check_least
+from headwater.mechanisms.shared_options import check_least
 from headwater.util.errors import HeadwaterError
 
 LayerMap = Literal["cross_layer", "yoco", "last", "own"]

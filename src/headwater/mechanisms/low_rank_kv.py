@@ -23,7 +23,7 @@ from headwater.config.rope import FOLLOW_LENGTH
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Mechanism, OptionValues
 from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
-from headwater.mechanisms.receivers import check_least
+from headwater.mechanisms.shared_options import check_least
 from headwater.util.errors import HeadwaterError
 
 

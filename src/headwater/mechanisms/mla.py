@@ -15,7 +15,7 @@ the queries no low-rank map. For a latent that keeps RoPE on whole keys, and is 
 from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
-from headwater.mechanisms.receivers import keep_options
+from headwater.mechanisms.shared_options import keep_options
 
 
 class MLA(Mechanism):

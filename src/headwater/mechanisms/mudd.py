@@ -28,7 +28,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import AttentionInputs, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import READS, SAME, Dim
-from headwater.mechanisms.receivers import identity_with, keep_options
+from headwater.mechanisms.shared_options import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
 # After the last block: the network's inner width divided by the number of weights.

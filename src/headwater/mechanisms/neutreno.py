@@ -22,7 +22,8 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, fixed_axes
-from headwater.mechanisms.receivers import check_own_values, find_value_slots, identity_with, join_heads, keep_options
+from headwater.mechanisms.layer_values import check_own_values, find_value_slots, join_heads
+from headwater.mechanisms.shared_options import identity_with, keep_options
 from headwater.util.errors import HeadwaterError
 
 FIRST = Source("raw", "v", 0)

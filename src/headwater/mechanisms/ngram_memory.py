@@ -37,7 +37,8 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, WRITES, Dim, GrowthMap, fixed_axes
-from headwater.mechanisms.receivers import check_layers, check_least, identity_with, layers_with_values
+from headwater.mechanisms.layer_values import layers_with_values
+from headwater.mechanisms.shared_options import check_layers, check_least, identity_with
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
 

@@ -19,7 +19,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.growth_map import READS, Dim, GrowthMap, fixed_axes
-from headwater.mechanisms.receivers import check_channels, check_layers, grow_layers, identity_with, is_chosen
+from headwater.mechanisms.shared_options import check_channels, check_layers, grow_layers, identity_with, is_chosen
 from headwater.util.errors import HeadwaterError
 
 

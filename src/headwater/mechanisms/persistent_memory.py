@@ -24,7 +24,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import KV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.growth_map import SAME, Dim, fixed_axes
-from headwater.mechanisms.receivers import check_layers, check_least, grow_layers, is_chosen
+from headwater.mechanisms.shared_options import check_layers, check_least, grow_layers, is_chosen
 from headwater.util.errors import HeadwaterError
 
 

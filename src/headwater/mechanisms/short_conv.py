@@ -36,7 +36,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Hidden, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import READS, SAME, Dim
-from headwater.mechanisms.receivers import check_layers, check_least, grow_layers, is_chosen
+from headwater.mechanisms.shared_options import check_layers, check_least, grow_layers, is_chosen
 from headwater.mechanisms.shift import dynamic_shift, read_tail, shift
 from headwater.util.errors import HeadwaterError, check_known
 

@@ -23,7 +23,7 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import Context, Cost, Mechanism, OptionValues, Reach, Tail
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, GrowthMap, fixed_axes
-from headwater.mechanisms.receivers import check_channels, identity_with
+from headwater.mechanisms.shared_options import check_channels, identity_with
 from headwater.mechanisms.shift import previous_token
 from headwater.util.errors import HeadwaterError
 

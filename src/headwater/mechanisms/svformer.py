@@ -15,7 +15,7 @@ from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.growth_map import GrowthMap
-from headwater.mechanisms.receivers import check_receivers, grow_receivers, list_receivers
+from headwater.mechanisms.shared_options import check_receivers, grow_receivers, list_receivers
 
 
 class SVFormer(Mechanism):

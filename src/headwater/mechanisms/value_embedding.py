@@ -26,13 +26,13 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
-from headwater.mechanisms.receivers import (
+from headwater.mechanisms.layer_values import layers_with_values
+from headwater.mechanisms.shared_options import (
     check_channels,
     check_layers,
     check_least,
     identity_with,
     is_chosen,
-    layers_with_values,
     list_acting_layers,
 )
 from headwater.util.errors import HeadwaterError

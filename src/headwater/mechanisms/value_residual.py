@@ -32,13 +32,8 @@ from headwater.mechanisms.capabilities import Shown
 from headwater.mechanisms.contract import QKV, Context, Cost, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision, fp32_parameter
 from headwater.mechanisms.growth_map import SAME, Dim, GrowthMap
-from headwater.mechanisms.receivers import (
-    check_receivers,
-    grow_receivers,
-    join_heads,
-    list_acting_layers,
-    list_receivers,
-)
+from headwater.mechanisms.layer_values import join_heads
+from headwater.mechanisms.shared_options import check_receivers, grow_receivers, list_acting_layers, list_receivers
 from headwater.mechanisms.weighted_sum import weighted_sum
 from headwater.util.errors import HeadwaterError, check_known
 

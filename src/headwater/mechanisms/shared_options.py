@@ -1,13 +1,12 @@
-"""Helpers of mechanisms: the options `source`, `layers` (which receive, or act) and `channels`, and
-capabilities."""
+"""Options that several mechanisms have: `source`, `layers` (which receive, or act), `channels` and least values.
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+Their checks, their values in a larger model, and those with which a mechanism changes nothing.
+"""
 
-import torch
-from torch import Tensor
+from collections.abc import Iterable
+from typing import Any
 
-from headwater.config.plan import Heads, LayerPlan, Source
+from headwater.config.plan import LayerPlan
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.contract import Mechanism, OptionValues
 from headwater.mechanisms.growth_map import GrowthMap
@@ -59,46 +58,9 @@ def check_layers(mechanism: type[Mechanism], options: OptionValues, config: Head
             raise HeadwaterError(f"Mechanism {name!r}: layers must be between 0 and {depth - 1}, not {layer}.")
 
 
-def layers_with_values(
-    mechanism: type[Mechanism], options: OptionValues, layers: list[int], plans: Sequence[LayerPlan]
-) -> list[int]:
-    """List those `layers` that have their own values.
-
-    Raises `HeadwaterError` if none has, or if one that the option `layers` names lacks them.
-    """
-    name, lacking = mechanism.registered_name(), [layer for layer in layers if not plans[layer].v_heads]
-    if lacking and (options["layers"] is not None or lacking == layers):
-        raise HeadwaterError(
-            f"Mechanism {name!r} adds to a layer's own values, but layer {lacking[0]} has none, because it shares "
-            "another layer's, or its keys or a latent are its values; leave that layer out of layers, or remove what "
-            "does this."
-        )
-    return [layer for layer in layers if layer not in lacking]
-
-
 def list_acting_layers(mechanism: type[Mechanism], plans: Iterable[LayerPlan]) -> list[int]:
     """List the layers in which a mechanism acts."""
     return [plan.index for plan in plans if any(name == mechanism.registered_name() for _, name in plan.acts)]
-
-
-def find_value_slots(plan: LayerPlan, kind: Literal["raw", "local"]) -> tuple[tuple[int, Heads], ...]:
-    """Find where `join_heads` takes the values that each head attends to: each source's slot, and which heads."""
-    return tuple((plan.slot(Source(kind, "v", group.v)), group.v_heads) for group in plan.groups)
-
-
-def check_own_values(mechanism: type[Mechanism], plans: Sequence[LayerPlan]) -> None:
-    """Raise `HeadwaterError` if there is a layer whose values are its keys or are made from a latent."""
-    if any(plan.value_part != "v" for plan in plans):
-        raise HeadwaterError(
-            f"Mechanism {mechanism.registered_name()!r} reads the layers' own values, but here heads read keys as "
-            "values, or make them from a latent; remove one of the two mechanisms."
-        )
-
-
-def join_heads(sources: Sequence[Tensor], slots: Sequence[tuple[int, Heads]]) -> Tensor:
-    """Join heads of several sources, [B, heads, T, d]. slots: of each source its index, and which of its heads."""
-    tensors = [sources[slot] if heads is None else sources[slot][:, heads] for slot, heads in slots]
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
 
 
 def check_least(mechanism: type[Mechanism], options: OptionValues, **least: int) -> None:
