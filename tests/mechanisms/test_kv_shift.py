@@ -506,7 +506,7 @@ def test_half_of_the_heads_that_a_layer_has(heads, options):
     model, ids = build({"kv_shift": {"variant": "half_heads"} | options}, **sizes, sliding_fields=fields), tokens(1, 7)
     assert_near(model(ids, use_cache=False).logits[0], reference(model)(ids[0]), 1e-12)
     shift = model.model.layers[1].self_attn.mechanisms["kv_shift"]
-    assert all(shift.current[part] == size // 2 for part, size in shift.sizes.items() if size)
+    assert all(shift.current_heads[part] == size // 2 for part, size in shift.sizes.items() if size)
 
 
 def test_half_of_the_heads_needs_an_even_number_in_every_layer():

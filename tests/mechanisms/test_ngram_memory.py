@@ -26,7 +26,7 @@ def test_the_hash_never_changes():
     assert draw_multipliers(2, 50257, seed=1, table_index=2) == [113245953979535, 135456396065209]
     assert list_primes(1000, 2, 4) == [1019, 1021, 1031, 1033]
     table = NGramTable(1000, 1, heads=2)
-    found = table.find_rows(table.list_past(torch.tensor([[7, 999, 7]]), None, None))
+    found = table.find_rows(table.list_previous_ids(torch.tensor([[7, 999, 7]]), None, None))
     assert found.tolist() == [[[475, 1111, 2443, 3357], [399, 1137, 2203, 3396], [415, 1050, 2023, 3560]]]
 
 
@@ -143,7 +143,7 @@ def test_each_layer_has_its_own_hash():
     model = build({"ngram_memory": {"layers": [0, 2]}})
     first, last = (model.model.layers[layer].mechanisms["ngram_memory"].table for layer in (0, 2))
     assert not set(first.sizes) & set(last.sizes)
-    assert not set(first.drawn) & set(last.drawn)
+    assert not set(first.multipliers) & set(last.multipliers)
     assert "ngram_memory" not in model.model.layers[1].mechanisms
 
 
@@ -188,7 +188,7 @@ class Foreign(PreTrainedModel):
 
     def __init__(self, config):
         super().__init__(config)
-        self.ngrams = NGramTable(50, numbers=4)
+        self.ngrams = NGramTable(50, row_width=4)
         self.post_init()
 
     def _init_weights(self, module):

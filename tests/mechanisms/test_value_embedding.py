@@ -33,7 +33,7 @@ def test_a_row_is_added_to_each_value(gate, rank):
 def test_a_module_that_starts_at_zero_adds_nothing_outside_a_model(rank):
     v, x, ids = random(2, 3, 5, 4), random(2, 5, 8), torch.randint(11, (2, 5))
     assert torch.equal(ValueEmbedding(3, 4, 11, rank, channels=2, init="zero").double()(v, x, ids), v)
-    assert not NGramTable(11, numbers=4, zero=True)(ids).any()
+    assert not NGramTable(11, row_width=4, zero=True)(ids).any()
 
 
 def test_a_mechanism_inside_another_keeps_its_start():
@@ -43,7 +43,7 @@ def test_a_mechanism_inside_another_keeps_its_start():
 
 
 def test_tables_of_several_layers():
-    tables = ValueTables(3, vocab_size=7, numbers=4)
+    tables = ValueTables(3, vocab_size=7, row_width=4)
     ids = torch.randint(7, (2, 5))
     for table, rows in zip(tables.table.weight.split(7), tables(ids), strict=True):
         assert torch.equal(rows, table[ids])

@@ -94,13 +94,13 @@ def test_tables_of_zeros_stay_zero():
 def test_hashes_keep_the_vocabulary_they_were_made_for():
     model = build({"ngram_memory": {}})
     memory = model.model.layers[0].mechanisms["ngram_memory"].table
-    rows = memory.find_rows(memory.list_past(tokens(2, 9), None, None))
+    rows = memory.find_rows(memory.list_previous_ids(tokens(2, 9), None, None))
     model.resize_token_embeddings(200)
     made = HeadwaterForCausalLM(copy.deepcopy(model.config)).model.layers[0].mechanisms["ngram_memory"].table
     assert model.config.mechanisms["ngram_memory"]["vocab_size"] == 97
-    assert (made.sizes, made.drawn) == (memory.sizes, memory.drawn)
-    assert torch.equal(made.find_rows(made.list_past(tokens(2, 9), None, None)), rows)
-    at_once = made.find_rows(made.list_past(torch.tensor([[199, 150, 199, 97]]), None, None))
+    assert (made.sizes, made.multipliers) == (memory.sizes, memory.multipliers)
+    assert torch.equal(made.find_rows(made.list_previous_ids(tokens(2, 9), None, None)), rows)
+    at_once = made.find_rows(made.list_previous_ids(torch.tensor([[199, 150, 199, 97]]), None, None))
     assert int(at_once.min()) >= 0
     assert int(at_once.max()) < sum(made.sizes)
 

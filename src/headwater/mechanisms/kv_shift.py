@@ -61,7 +61,7 @@ class KVShift(KeepsPrecision, Mechanism):
         init: how taps are initialized. "random": w_0 uniform in [0, 1) and w_1 = 1 - w_0; with longer windows all taps
             uniform, then divided by their sum. "identity": w_0 = 1, for adding the shift to a trained model; not for
             "gate", which cannot reach 1, nor for halves.
-        current: how many heads of each come first and stay the token's own ("half_heads"); default half of them.
+        current_heads: how many heads of each come first and stay the token's own ("half_heads"); default half of them.
 
     Parameters: `alpha` (keys), `beta` (values), `gamma` (queries), each [window, heads], where row s weighs the token s
     back; [heads] for "gate" and "clamped"; none for halves.
@@ -96,14 +96,16 @@ class KVShift(KeepsPrecision, Mechanism):
         window: int = 2,
         variant: ShiftVariant = "free",
         init: Literal["random", "identity"] = "random",
-        current: dict[Part, int] | None = None,
+        current_heads: dict[Part, int] | None = None,
     ) -> None:
         super().__init__()
         check_form(window, variant, init)
         self.window, self.variant, self.init_mode = window, variant, init
         values = key_heads if value_heads is None else value_heads
         self.sizes: dict[Part, int] = {"k": key_heads, "v": values, "q": query_heads}
-        self.current = {kind: heads // 2 for kind, heads in self.sizes.items()} if current is None else current
+        self.current_heads = (
+            {kind: heads // 2 for kind, heads in self.sizes.items()} if current_heads is None else current_heads
+        )
         self.tails = {kind: f"{self.registered_name()}.{kind}" for kind in "kvq"}
         for kind, name in TAPS.items():
             shape = (window, self.sizes[kind]) if variant == "free" else (self.sizes[kind],)
@@ -131,7 +133,7 @@ class KVShift(KeepsPrecision, Mechanism):
         if self.variant in HALVES:
             current = torch.full((self.sizes[kind],), 0.5)
             if self.variant == "half_heads":
-                current = (torch.arange(len(current)) < self.current[kind]).float()
+                current = (torch.arange(len(current)) < self.current_heads[kind]).float()
         else:
             current = parameter.sigmoid() if self.variant == "gate" else parameter.clamp(0, 1)
         return torch.stack((current, 1 - current))
@@ -155,7 +157,7 @@ class KVShift(KeepsPrecision, Mechanism):
             )
         previous = read_tail(tail, self.tails[kind], x, self.window - 1, reach)
         if self.variant == "half_heads":
-            return shift_second(x, 1, self.current[kind], reach, previous)
+            return shift_second(x, 1, self.current_heads[kind], reach, previous)
         if self.variant == "half_channels":
             return shift_second(x, 3, (x.shape[3] + 1) // 2, reach, previous)
         return shift(x, self.taps(kind), reach, previous)
@@ -221,7 +223,7 @@ class KVShift(KeepsPrecision, Mechanism):
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         heads = cls.count_shifted(options, config, plan)
         form = {name: options[name] for name in ("window", "variant", "init")}
-        return cls(*(heads.get(kind, 0) for kind in TAPS), **form, current=cls.first_half(config, plan))
+        return cls(*(heads.get(kind, 0) for kind in TAPS), **form, current_heads=cls.first_half(config, plan))
 
     # Capabilities
 

@@ -42,7 +42,7 @@ from headwater.mechanisms.shared_options import check_layers, check_least, ident
 from headwater.mechanisms.shift import earlier, read_tail
 from headwater.util.errors import HeadwaterError
 
-Opened = Literal["none", "scalar", "match"]
+GateKind = Literal["none", "scalar", "match"]
 # Increments and multipliers of SplitMix64 (Steele, Lea and Flood, 2014), and the step between the layers' seeds.
 GAMMA, MIX_1, MIX_2, LAYER = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 10007
 LARGEST = 2**63 - 1
@@ -80,19 +80,19 @@ class NGramTable(KeepsPrecision, Mechanism):
 
     Args
         vocab_size: how many ids there are.
-        numbers: in a row. orders: the lengths n, increasing. heads: hashes, and so rows, of each.
+        row_width: numbers in a row. orders: the lengths n, increasing. heads: hashes, and so rows, of each.
         rows: each head has at least this many rows, a prime number of them; default the vocabulary's size.
         end_of_text: an id after which n-grams restart, and which replaces missing tokens; default: none does, and
             the id `vocab_size` stands for them.
         seed: of the multipliers. table_index: the table's number among the model's, from 0: each has other multipliers
             and primes. zero: the table starts at zero.
 
-    Parameters: `table.weight` [Σ p_nj, numbers], order after order, and in each head after head. In a
+    Parameters: `table.weight` [Σ p_nj, row_width], order after order, and in each head after head. In a
     `PreTrainedModel` of your own, call `restore_constants()` in `_init_weights`.
 
         >>> import torch
         >>> from headwater.mechanisms import NGramTable
-        >>> table = NGramTable(1000, numbers=16, orders=[2, 3], heads=4)
+        >>> table = NGramTable(1000, row_width=16, orders=[2, 3], heads=4)
         >>> table(torch.randint(1000, (3, 10))).shape
         torch.Size([3, 10, 128])
     """
@@ -104,7 +104,7 @@ class NGramTable(KeepsPrecision, Mechanism):
     def __init__(
         self,
         vocab_size: int,
-        numbers: int,
+        row_width: int,
         orders: Sequence[int] = (2, 3),
         heads: int = 4,
         rows: int | None = None,
@@ -115,20 +115,22 @@ class NGramTable(KeepsPrecision, Mechanism):
         zero: bool = False,
     ) -> None:
         super().__init__()
-        self.orders, self.hashes = tuple(orders), heads
-        self.back, self.end_of_text = max(orders) - 1, end_of_text
-        self.missing = vocab_size if end_of_text is None else end_of_text
-        self.sizes = self.heads_rows(vocab_size, orders, heads, rows, table_index)
-        self.drawn = draw_multipliers(self.back + 1, vocab_size, seed, table_index)
+        self.orders, self.heads = tuple(orders), heads
+        self.lookback, self.end_of_text = max(orders) - 1, end_of_text
+        self.missing_id = vocab_size if end_of_text is None else end_of_text
+        self.sizes = self.choose_rows(vocab_size, orders, heads, rows, table_index)
+        self.multipliers = draw_multipliers(self.lookback + 1, vocab_size, seed, table_index)
         for name, value in self.constants().items():
             self.register_buffer(name, value, persistent=False)
         self.zero = zero
-        self.table = nn.Embedding(sum(self.sizes), numbers)
-        self.tail = f"{NGramMemory.registered_name()}.id"
+        self.table = nn.Embedding(sum(self.sizes), row_width)
+        self.tail_name = f"{NGramMemory.registered_name()}.id"
         self.reset_parameters()
 
     @staticmethod
-    def heads_rows(vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, table_index: int) -> list[int]:
+    def choose_rows(
+        vocab_size: int, orders: Sequence[int], heads: int, rows: int | None, table_index: int
+    ) -> list[int]:
         """Choose p_nj, the number of rows of each order and head."""
         count = len(orders) * heads
         return list_primes(vocab_size if rows is None else rows, table_index * count, count)
@@ -137,33 +139,33 @@ class NGramTable(KeepsPrecision, Mechanism):
         return torch.zeros(self.table.weight.shape) if self.zero else None
 
     def constants(self) -> dict[str, Tensor]:
-        sizes = torch.tensor(self.sizes).view(len(self.orders), self.hashes)
+        sizes = torch.tensor(self.sizes).view(len(self.orders), self.heads)
         first_row = torch.tensor([0, *self.sizes[:-1]]).cumsum(0).view_as(sizes)
-        return {"factors": torch.tensor(self.drawn), "moduli": sizes, "first_row": first_row}
+        return {"factors": torch.tensor(self.multipliers), "moduli": sizes, "first_row": first_row}
 
     def forward(self, ids: Tensor, reach: Reach = None, tail: Tail | None = None) -> Tensor:
         """ids [B, T] -> [B, T, numbers of the rows]. reach, tail: as in `Context`."""
-        return self.table(self.find_rows(self.list_past(ids, reach, tail))).flatten(2)
+        return self.table(self.find_rows(self.list_previous_ids(ids, reach, tail))).flatten(2)
 
-    def list_past(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
+    def list_previous_ids(self, ids: Tensor, reach: Reach, tail: Tail | None) -> list[Tensor]:
         """The ids of each token and of those before it, [B, T] each."""
         # Ids are stored plus 1, so that 0 means no token, also in the cache.
         tokens_B1T1 = (ids.long() + 1)[:, None, :, None]
-        previous = read_tail(tail, self.tail, tokens_B1T1, self.back, reach)
+        previous = read_tail(tail, self.tail_name, tokens_B1T1, self.lookback, reach)
         is_known, ids = None, ids.long()
         past = [ids]
-        for step in (earlier(tokens_B1T1, back, reach, previous) for back in range(1, self.back + 1)):
+        for step in (earlier(tokens_B1T1, back, reach, previous) for back in range(1, self.lookback + 1)):
             ids_BT = step[:, 0, :, 0]
             is_known = ids_BT > 0 if is_known is None else is_known & (ids_BT > 0)
             if self.end_of_text is not None:
                 is_known = is_known & (ids_BT != self.end_of_text + 1)
-            past.append(torch.where(is_known, ids_BT - 1, self.missing))
+            past.append(torch.where(is_known, ids_BT - 1, self.missing_id))
         return past
 
     def find_rows(self, past: list[Tensor]) -> Tensor:
         """The rows in the table of the n-grams of ids, [B, T, orders·heads]."""
         mixed_BT, rows = past[0] * self.factors[0], []
-        for order in range(2, self.back + 2):
+        for order in range(2, self.lookback + 2):
             mixed_BT = mixed_BT ^ past[order - 1] * self.factors[order - 1]
             if order in self.orders:
                 index = self.orders.index(order)
@@ -192,7 +194,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
 
         >>> import torch
         >>> from headwater.mechanisms import NGramMemory, NGramTable
-        >>> memory = NGramMemory(NGramTable(1000, numbers=8), 64, gate="match", channels=64)
+        >>> memory = NGramMemory(NGramTable(1000, row_width=8), 64, gate="match", channels=64)
         >>> x, ids = torch.randn(3, 10, 64), torch.randint(1000, (3, 10))
         >>> memory(x, x, memory.table(ids)).shape
         torch.Size([3, 10, 64])
@@ -209,7 +211,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         heads: int = 4  # number of hashes, and so of rows read, for each order
         rows: int | None = None  # minimum number of rows for each head; default: vocab_size
         rank: int | None = None  # width of a row, which a linear map widens; default: no map
-        gate: Opened = "none"  # scalar: a learned number; match: by how the row fits x_t
+        gate: GateKind = "none"  # scalar: a learned number; match: by how the row fits x_t
         init: Literal["random", "zero"] = "random"  # zero: for adding it to a trained model
         end_of_text: int | None = None  # id after which n-grams restart
         seed: int = 0  # seed of the hashes
@@ -225,7 +227,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         table: NGramTable,
         width: int,
         rank: int | None = None,
-        gate: Opened = "none",
+        gate: GateKind = "none",
         channels: int = 0,
         init: Literal["random", "zero"] = "random",
         head_dim: int | None = None,
@@ -296,7 +298,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         return config.hidden_size if options["target"] == "stream" else len(plan.v_heads) * config.head_dim
 
     @classmethod
-    def count_numbers(cls, options: OptionValues, width: int) -> int:
+    def find_row_width(cls, options: OptionValues, width: int) -> int:
         """Count the numbers in a row of the table. Raises `HeadwaterError` if the rows cannot be of one size."""
         width, count = options["rank"] or width, len(options["orders"]) * options["heads"]
         if width % count:
@@ -313,7 +315,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
         values = options["target"] == "values"
         new = list(plans)
         for layer in layers_with_values(cls, options, chosen, plans) if values else chosen:
-            cls.count_numbers(options, cls.count_channels(options, layer_config(config, layer), plans[layer]))
+            cls.find_row_width(options, cls.count_channels(options, layer_config(config, layer), plans[layer]))
             new[layer] = plans[layer].acting(cls, cls.transform_qkv if values else cls.update_residual, [tail])
         return new
 
@@ -322,8 +324,8 @@ class NGramMemory(KeepsPrecision, Mechanism):
         width, match = cls.count_channels(options, config, plan), options["gate"] == "match"
         table_index = cls.list_layers(options, config).index(plan.index)
         form = {name: options[name] for name in ("vocab_size", "orders", "heads", "rows")}
-        rows = sum(NGramTable.heads_rows(**form, table_index=table_index))
-        table, rank = rows * cls.count_numbers(options, width), options["rank"] or width
+        rows = sum(NGramTable.choose_rows(**form, table_index=table_index))
+        table, rank = rows * cls.find_row_width(options, width), options["rank"] or width
         maps = (options["rank"] or 0) * width + match * rank * config.hidden_size
         return Cost(
             parameters=table + maps + (options["gate"] == "scalar"),
@@ -341,7 +343,7 @@ class NGramMemory(KeepsPrecision, Mechanism):
     def build_module(cls, options: OptionValues, config: HeadwaterConfig, plan: LayerPlan) -> Self:
         width = cls.count_channels(options, config, plan)
         table = NGramTable(
-            numbers=cls.count_numbers(options, width),
+            row_width=cls.find_row_width(options, width),
             table_index=cls.list_layers(options, config).index(plan.index),
             zero=options["init"] == "zero" and options["rank"] is None,
             **{name: options[name] for name in ("vocab_size", "orders", "heads", "rows", "end_of_text", "seed")},

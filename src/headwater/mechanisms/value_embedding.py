@@ -194,7 +194,7 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
         )
 
     @classmethod
-    def shared_numbers(cls, options: OptionValues, config: HeadwaterConfig) -> int:
+    def shared_row_width(cls, options: OptionValues, config: HeadwaterConfig) -> int:
         """Count the numbers in a row of a shared table: those of the values in each layer that reads it."""
         reader = layer_config(config, list_acting_layers(cls, plan_layers(config))[0])
         return options["rank"] or reader.num_key_value_heads * reader.head_dim
@@ -221,18 +221,18 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
     def build_shared_module(cls, options: OptionValues, config: HeadwaterConfig) -> "ValueTables | None":
         if options["tables"] is None:
             return None
-        numbers = cls.shared_numbers(options, config)
+        row_width = cls.shared_row_width(options, config)
         zero = options["init"] == "zero" and options["rank"] is None
         std, by_head = 0.0 if zero else config.hidden_size**-0.5, options["rank"] is None
-        return ValueTables(options["tables"], config.vocab_size, numbers, std, by_head)
+        return ValueTables(options["tables"], config.vocab_size, row_width, std, by_head)
 
     @classmethod
     def count_shared_cost(cls, options: OptionValues, config: HeadwaterConfig) -> Cost:
         if options["tables"] is None:
             return Cost()
-        numbers = options["tables"] * cls.shared_numbers(options, config)
-        table = config.vocab_size * numbers
-        saved = numbers * (options["gate"] != "none" or options["rank"] is not None)
+        width = options["tables"] * cls.shared_row_width(options, config)
+        table = config.vocab_size * width
+        saved = width * (options["gate"] != "none" or options["rank"] is not None)
         return Cost(parameters=table, saved=saved, unread_parameters=table)
 
     def count_token_tables(self, parameter: str) -> int:
@@ -267,26 +267,26 @@ class ValueEmbedding(KeepsPrecision, Mechanism):
 class ValueTables(Mechanism):
     """Tables that several layers read: the rows of all of them for the new tokens.
 
-    tables: how many. vocab_size: rows of each. numbers: in a row. std: of the numbers at init.
+    tables: how many. vocab_size: rows of each. row_width: numbers in a row. std: of the numbers at init.
 
-    Parameters: `table.weight` [tables·vocab_size, numbers], one table after the other.
+    Parameters: `table.weight` [tables·vocab_size, row_width], one table after the other.
 
         >>> import torch
         >>> from headwater.mechanisms import ValueTables
-        >>> ValueTables(3, vocab_size=100, numbers=64)(torch.randint(100, (2, 16))).shape
+        >>> ValueTables(3, vocab_size=100, row_width=64)(torch.randint(100, (2, 16))).shape
         torch.Size([3, 2, 16, 64])
     """
 
-    def __init__(self, tables: int, vocab_size: int, numbers: int, std: float = 0.02, by_head: bool = True) -> None:
+    def __init__(self, tables: int, vocab_size: int, row_width: int, std: float = 0.02, by_head: bool = True) -> None:
         super().__init__()
         self.tables, self.std, self.by_head = tables, std, by_head
-        self.table = nn.Embedding(tables * vocab_size, numbers)
+        self.table = nn.Embedding(tables * vocab_size, row_width)
 
     def initial_value(self, parameter: str, generator: torch.Generator | None = None) -> Tensor:
         return torch.normal(0.0, self.std, self.table.weight.shape, generator=generator)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> [tables, B, T, numbers]."""
+        """ids [B, T] -> [tables, B, T, row_width]."""
         first_row = torch.arange(self.tables, device=ids.device) * (self.table.num_embeddings // self.tables)
         return self.table(ids + first_row[:, None, None])
 

@@ -64,18 +64,18 @@ def attend_in_group(
     module: nn.Module, implementation: str | None, inputs: KernelInputs, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Call the kernel once: what its heads read, and the weights of all keys if the kernel returns them."""
-    q, k, v, mask, beside = inputs
-    if beside is None:
+    q, k, v, mask, added_kv = inputs
+    if added_kv is None:
         return attention_kernel(implementation, q, k)(module, q, k, v, mask, **options)
     if implementation == "eager":
-        return eager_attention(module, q, k, v, mask, beside=beside, **options)
-    length, pairs = q.shape[2], beside.k.shape[1]
+        return eager_attention(module, q, k, v, mask, added_kv=added_kv, **options)
+    length, pairs = q.shape[2], added_kv.k.shape[1]
     from_start = mask is None and bool(module.is_causal) and length > 1
     # For one query or a few, eager scores are small compared to the history, which joining the pairs would copy.
     is_few = length == 1 or (not torch.compiler.is_compiling() and length <= FEW)
     if not from_start and not torch.is_grad_enabled() and is_few:
-        return eager_attention(module, q, k, v, mask, beside=beside, **options)[0], None
-    keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in beside)
+        return eager_attention(module, q, k, v, mask, added_kv=added_kv, **options)[0], None
+    keys, values = (x.expand(q.shape[0], -1, -1, -1) for x in added_kv)
     if from_start:  # put the pairs before the first token and drop their queries, so that causal kernels need no mask
         q = nn.functional.pad(q, (0, 0, pairs, 0))
     elif mask is not None:
@@ -88,7 +88,7 @@ def attend_in_group(
 
 def weigh_keys(inputs: Sequence[KernelInputs], scaling: float, softcap: float | None) -> Tensor:
     """Compute the attention weights of all keys, [B, H, T, S]; added keys come last."""
-    weights = [attention_weights(q, k, mask, scaling, softcap, beside) for q, k, _, mask, beside in inputs]
+    weights = [attention_weights(q, k, mask, scaling, softcap, added_kv) for q, k, _, mask, added_kv in inputs]
     return join_groups(weights, dim=1)
 
 
@@ -96,11 +96,11 @@ def read_groups(
     module: nn.Module, inputs: Sequence[KernelInputs], weights: Tensor, weights_of_keys: Tensor, dropout: float
 ) -> Tensor:
     """Compute the output of each head [B, T, H, d] from the two parts of the weights from `weigh_keys`."""
-    if inputs[0].beside is not None:
+    if inputs[0].added_kv is not None:
         weights = torch.cat((weights, weights_of_keys[..., weights.shape[3] :]), dim=3)
     by_group = weights.split([group.q.shape[1] for group in inputs], 1)
     heads = [
-        read_values(module, of_group, group.v, dropout, group.beside)
+        read_values(module, of_group, group.v, dropout, group.added_kv)
         for of_group, group in zip(by_group, inputs, strict=True)
     ]
     return join_groups(heads, dim=2)
@@ -154,16 +154,16 @@ def eager_attention(
     scaling: float,
     dropout: float = 0.0,
     softcap: float | None = None,
-    beside: KV | None = None,
+    added_kv: KV | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q·kᵀ·scaling + mask)·v -> [B, T, H, d], and the weights [B, H, T, S] before dropout.
 
     softcap: c·tanh(scores / c) replaces the scores.
-    beside: further keys and values, each [K, n, d], that every query sees; the last n of the weights are theirs.
+    added_kv: further keys and values, each [K, n, d], that every query sees; the last n of the weights are theirs.
     """
-    weights = attention_weights(q, k, attention_mask, scaling, softcap, beside)
-    return read_values(module, weights, v, dropout, beside), weights
+    weights = attention_weights(q, k, attention_mask, scaling, softcap, added_kv)
+    return read_values(module, weights, v, dropout, added_kv), weights
 
 
 def attention_weights(
@@ -172,7 +172,7 @@ def attention_weights(
     mask: Tensor | None,
     scaling: float,
     softcap: float | None = None,
-    beside: KV | None = None,
+    added_kv: KV | None = None,
 ) -> Tensor:
     """softmax(q·kᵀ·scaling + mask): q [B, H, T, d], k [B, K, S, d] -> [B, H, T, S]; softmax in fp32 or wider."""
     by_key = group_heads(q, k.shape[1])
@@ -186,17 +186,17 @@ def attention_weights(
         scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(scores_BHTS.dtype).min)
     elif mask is not None:
         scores_BHTS = scores_BHTS + mask
-    if beside is not None:  # joining the weights here is cheap
-        scores_BHTS = torch.cat((scores_BHTS, scored(beside.k)), dim=-1)
+    if added_kv is not None:  # joining the weights here is cheap
+        scores_BHTS = torch.cat((scores_BHTS, scored(added_kv.k)), dim=-1)
     wide = torch.promote_types(scores_BHTS.dtype, torch.float32)
     return scores_BHTS.softmax(dim=-1, dtype=wide).to(q.dtype)
 
 
-def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float, beside: KV | None = None) -> Tensor:
+def read_values(module: nn.Module, weights: Tensor, v: Tensor, dropout: float, added_kv: KV | None = None) -> Tensor:
     """weights [B, H, T, S], after dropout, times v [B, K, S, d] -> [B, T, H, d]."""
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    of_tokens = weights if beside is None else weights[..., : v.shape[2]]
+    of_tokens = weights if added_kv is None else weights[..., : v.shape[2]]
     out = group_heads(of_tokens, v.shape[1]) @ v
-    if beside is not None:
-        out = out + group_heads(weights[..., v.shape[2] :], v.shape[1]) @ beside.v
+    if added_kv is not None:
+        out = out + group_heads(weights[..., v.shape[2] :], v.shape[1]) @ added_kv.v
     return out.view(*weights.shape[:3], -1).transpose(1, 2)

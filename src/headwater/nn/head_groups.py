@@ -18,7 +18,7 @@ class KernelInputs(NamedTuple):
     k: Tensor
     v: Tensor
     attention_mask: Any = None
-    beside: KV | None = None
+    added_kv: KV | None = None
 
 
 class GroupSlots(NamedTuple):
@@ -60,15 +60,15 @@ def divide_pairs(inputs: Sequence[KernelInputs], pairs: Sequence[KV]) -> list[Ke
     start = 0
     for group in inputs:
         end = start + group.k.shape[1]
-        calls.append(group._replace(beside=KV(keys[start:end], values[start:end])))
+        calls.append(group._replace(added_kv=KV(keys[start:end], values[start:end])))
         start = end
     return calls
 
 
 def of_tokens(weights: Tensor, inputs: Sequence[KernelInputs]) -> Tensor:
     """Select the tokens' weights from the weights of all keys, of which added keys are the last."""
-    beside = inputs[0].beside
-    return weights if beside is None else weights[..., : weights.shape[3] - beside.k.shape[1]]
+    added_kv = inputs[0].added_kv
+    return weights if added_kv is None else weights[..., : weights.shape[3] - added_kv.k.shape[1]]
 
 
 def select_heads(x: Tensor, heads: Heads) -> Tensor:

@@ -120,24 +120,24 @@ def replace_file(file: Path) -> Iterator[Path]:
     """
     check_local(file)
     # A random name, so that two processes writing the same file cannot mix their contents.
-    beside = file.with_name(f"{STAGING}{file.name[:50]}-{secrets.token_hex(4)}")
+    staged = file.with_name(f"{STAGING}{file.name[:50]}-{secrets.token_hex(4)}")
     try:
-        yield beside
-        flush_path(beside)
-        beside.replace(file)
+        yield staged
+        flush_path(staged)
+        staged.replace(file)
     except OSError as error:
-        if error.filename in (None, str(beside)):
+        if error.filename in (None, str(staged)):
             error.filename, error.filename2 = str(file), None
         raise
     finally:
         with suppress(OSError):
-            beside.unlink()
+            staged.unlink()
 
 
 def replace_text(file: Path, text: str) -> None:
     """Replace a file atomically: readers see the old content or the new."""
-    with replace_file(file) as beside:
-        beside.write_text(text, encoding="utf-8", newline="\n")
+    with replace_file(file) as staged:
+        staged.write_text(text, encoding="utf-8", newline="\n")
 
 
 def settle_path(path: Path) -> Path:
