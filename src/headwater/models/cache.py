@@ -259,9 +259,12 @@ class HeadwaterQuantizedLayer(_GrowingTailMixin, QuantoQuantizedLayer):
     """
 
     FIRST = 4
+    # transformers passes one of these to `_quantize` as an axis. Here it only tells keys from values in `centers`, and
+    # quanto always gets axis 0.
+    KEYS, VALUES = 0, -1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, axis_key=0, axis_value=-1, **kwargs)  # names of two `centers`, not quanto's axes
+        super().__init__(*args, axis_key=self.KEYS, axis_value=self.VALUES, **kwargs)
         self.centers: dict[int, tuple[Tensor, Tensor]] = {}  # mean and shares: numbers that are quantized again stay
         self.starts: Tensor | None = None  # [B], how many tokens of padding each row begins with; None: none
 
