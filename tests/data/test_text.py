@@ -429,6 +429,19 @@ def test_a_line_without_an_end_is_refused(tmp_path, monkeypatch):
         make(tmp_path / "x.jsonl")
 
 
+@pytest.mark.parametrize("source", ["", "*.txt", "**/*.txt"])
+def test_a_link_to_nothing_is_refused(folder, source):
+    """Its text would be missing from the corpus without a word. Hidden links are passed over, as hidden files are."""
+    (folder / "first.txt").write_text("first")
+    (folder / ".#lock").symlink_to("somebody@somewhere.1")
+    (folder / ".cache").mkdir()
+    (folder / ".cache" / "x.txt").symlink_to("nowhere")
+    assert read_corpus(str(folder / source)).documents
+    (folder / "last.txt").symlink_to("unmounted/last.txt")
+    with pytest.raises(HeadwaterError, match=r"last\.txt' is a link to 'unmounted/last\.txt', which does not exist"):
+        read_corpus(str(folder / source))
+
+
 def test_odd_things_in_a_folder_are_passed_over(folder, run):
     """Pipes are not waited for, links not followed in circles, and names need not be UTF-8."""
     os.mkfifo(folder / "pipe.txt")

@@ -13,6 +13,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,21 @@ def _walk_folder(folder: Path) -> list[Path]:
         raise HeadwaterError(f"The folder {error.filename!r} cannot be read: {error.strerror}.") from error
 
     paths = (Path(where) / name for where, _, names in os.walk(folder, onerror=refuse) for name in names)
-    return sorted(file for file in paths if file.is_file())
+    return sorted(file for file in paths if _is_regular(file, folder))
+
+
+def _is_regular(file: Path, root: Path) -> bool:
+    """Whether it is a regular file. Raises `HeadwaterError` for a link to nothing below `root`, unless it is hidden."""
+    if file.is_symlink() and not any(name.startswith(".") for name in file.relative_to(root).parts):
+        with suppress(OSError):  # links that form a loop
+            try:
+                file.stat()
+            except FileNotFoundError as error:
+                raise HeadwaterError(
+                    f"{str(file)!r} is a link to {os.readlink(file)!r}, which does not exist; copy that, or remove the "
+                    "link."
+                ) from error
+    return file.is_file()
 
 
 def _match_files(root: Path, pattern: tuple[str, ...]) -> list[Path]:
@@ -201,7 +216,7 @@ def _match_files(root: Path, pattern: tuple[str, ...]) -> list[Path]:
             for file in (_walk_folder(folder) if folder.is_dir() else [])
             if _fits_pattern(file.relative_to(folder).parts, pattern[cut:])
         ]
-    return sorted(file for file in set(paths) if file.is_file())
+    return sorted(file for file in set(paths) if _is_regular(file, root))
 
 
 def _fits_pattern(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
