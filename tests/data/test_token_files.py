@@ -175,6 +175,9 @@ def test_held_out_files_are_never_trained_on(tmp_path, bpe, documents, monkeypat
         "validation.bin": True,
         "valley.bin": False,
         "Val1.bin": True,
+        "c4.val.bin": True,
+        "c4.validation.00000.npy": True,
+        "c4.eval.bin": False,
     }
     for name, is_held_out in held_out_names.items():
         assert bool(HELD_OUT.search(name)) == is_held_out
@@ -314,7 +317,8 @@ def change(at: int, new: bytes):
 HOSTILE = {
     "magic": ("llm.c", "a.bin", change(0, pack("i", [20240519])), "begins with 20240519, version 1, not with"),
     "version": ("llm.c", "a.bin", change(4, pack("i", [9])), "version 9"),
-    "no header": ("llm.c", "a.bin", lambda content: content[:7], "is no token file of llm.c"),
+    "no header": ("llm.c", "a.bin", lambda content: content[:7], "shorter than the header of llm.c"),
+    "half a header": ("llm.c", "a.bin", lambda content: content[:500], "shorter than the header of llm.c"),
     "truncated": ("llm.c", "a.bin", lambda content: content[:-200], "its header says"),
     "longer": ("llm.c", "a.bin", lambda content: content + b"ab", "its header says"),
     "count": ("llm.c", "a.bin", change(8, pack("i", [-5])), "its header says -5"),

@@ -26,8 +26,8 @@ from headwater_lab.data.tokenizer import Encoder
 CHUNK = 2**20
 # The documents, and the tokens of each, that show whether the tokenizer is the right one.
 TRIED, TRIED_TOKENS = 64, 1024
-# Names of held-out files, if none are named: val.bin, fineweb_val_000000.bin, val/part-0.npy.
-HELD_OUT = re.compile(r"(^|[_/-])val(id(ation)?)?\d*[_./-]", re.IGNORECASE)
+# Names of held-out files, if none are named: val.bin, fineweb_val_000000.bin, c4.val.bin, val/part-0.npy.
+HELD_OUT = re.compile(r"(^|[_./-])val(id(ation)?)?\d*[_./-]", re.IGNORECASE)
 LLM_C_HEADER = 256 * 4
 # (magic number, version) -> type of the tokens.
 LLM_C_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
@@ -40,8 +40,12 @@ Mapped = tuple[np.ndarray, np.ndarray | None]
 def map_llm_c(file: Path, vocab_size: int) -> Mapped:
     """Map a file of llm.c or modded-nanogpt: 256 int32, of which the first three are magic, version and count."""
     header = np.fromfile(file, "<i4", LLM_C_HEADER // 4)
-    magic, version, count = (*header[:3].tolist(), None, None, None)[:3]
-    if len(header) < LLM_C_HEADER // 4 or (magic, version) not in LLM_C_TYPES:
+    if len(header) < LLM_C_HEADER // 4:
+        raise HeadwaterError(
+            f"{str(file)!r} is shorter than the header of llm.c's files; copy it again, or leave it out."
+        )
+    magic, version, count = header[:3].tolist()
+    if (magic, version) not in LLM_C_TYPES:
         known = " or ".join(f"{magic}, version {version}" for magic, version in LLM_C_TYPES)
         raise HeadwaterError(
             f"{str(file)!r} begins with {magic}, version {version}, not with {known}, so it is no token file of llm.c; "
