@@ -88,6 +88,7 @@ def _set(path, value):
         (_set("record.seed", 3), "its seed is 3, but its recipe's is"),
         (_set("record.parameters", 1000), "parameters are not those"),
         (_set("record.flops", 1e9), "FLOPs do not follow"),
+        (_set("record.cache_bytes_per_token", 1), "cache's bytes do not follow"),
         (_set("record.curve.-1.step", 5), "up to its last step"),
         (_set("record.held_out.-1.metrics.accuracy", float("nan")), "not finite"),
     ],

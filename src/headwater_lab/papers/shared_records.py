@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from headwater.config.text import HeadwaterConfig
-from headwater.cost.counts import embedding_parameters, parameters, training_flops
+from headwater.cost.counts import cache_bytes_per_token, embedding_parameters, parameters, training_flops
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.base import DataShape
 from headwater_lab.data.language import LanguageSettings
@@ -169,6 +169,8 @@ def _check_costs(record: RunRecord, recipe: Recipe) -> Iterator[str]:
             yield "its parameters are not those of its recipe's model."
         if not math.isclose(training_flops(config, recipe.row_length) * tokens, record.flops, rel_tol=1e-6):
             yield "its FLOPs do not follow from its recipe."
+        if cache_bytes_per_token(config) != record.cache_bytes_per_token:
+            yield "its cache's bytes do not follow from its recipe."
 
 
 def _build_config(record: RunRecord, recipe: Recipe) -> HeadwaterConfig:
