@@ -3,6 +3,7 @@
 import json
 import lzma
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -299,3 +300,14 @@ def test_p_of_an_average_is_small_only_for_a_real_difference():
     expected = 2 * stats.t.sf(abs(np.mean(gaps)) / error, 119)
     assert found.p == pytest.approx(expected)
     assert found.p < 1e-6
+
+
+@pytest.mark.parametrize("baseline", [0, 25, 62])
+def test_centred_accuracy_is_tested_as_accuracy_is(baseline):
+    """Four items of sixty that only one model has right are p = 0.125, however wrong ones are counted."""
+    right = np.zeros((2, 60))
+    right[0, :30] = right[1, :34] = 1
+    task = replace(TASKS["piqa"], baseline=baseline)
+    first, second = (task.center_items(Items("mean", row, np.ones(60)), 2) for row in right)
+    found = compare_items("b", second, "a", first)
+    assert (found.p, found.test) == (pytest.approx(0.125), "McNemar, exact")

@@ -64,9 +64,9 @@ class Items:
     def stderr(self) -> float | None:
         return standard_error(self.influences)
 
-    @property
-    def is_binary(self) -> bool:
-        return self.form == "mean" and bool(np.isin(self.values, (0, 1)).all() and (self.weights == 1).all())
+    def is_binary(self, wrong: float) -> bool:
+        """Whether every item is right, which scores 1 in centred accuracies too, or wrong."""
+        return self.form == "mean" and bool(np.isin(self.values, (wrong, 1)).all() and (self.weights == 1).all())
 
 
 def average_items(members: Sequence[Items]) -> Items:
@@ -102,14 +102,15 @@ class Difference:
 
 
 def compare_items(model: str, items: Items, baseline: str, reference: Items) -> Difference:
-    """Test by McNemar's exact test if every score is 0 or 1, else by Student's t on the items' paired influences.
+    """Test by McNemar's exact test if items are right or wrong, else by Student's t on their paired influences.
 
     The test uses the influences on the ratio, so loss and perplexity have the same p.
     """
     value = items.figure - reference.figure
     stderr = standard_error(items.influences - reference.influences)
     p: float | None
-    if items.is_binary and reference.is_binary:
+    wrong = min(0, items.values.min(), reference.values.min())
+    if items.is_binary(wrong) and reference.is_binary(wrong):
         better, worse = int((items.values > reference.values).sum()), int((items.values < reference.values).sum())
         p = float(stats.binomtest(better, better + worse).pvalue) if better + worse else 1.0
         return Difference(model, baseline, value, stderr, p, "McNemar, exact")
