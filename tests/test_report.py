@@ -116,9 +116,9 @@ class TestWhatIsSaid:
     def test_more_seeds_are_those_of_the_statistics(self, tmp_path):
         found = read_comparisons(saved(tmp_path, three("base", BASE) + three("close", [2.9, 3.0, 2.87])))[0]
         paired = found.summaries[1].paired
-        assert paired.more is not None
+        assert paired.more_pairs is not None
         assert state_answer(found).startswith("The comparison with base is inconclusive after 3 seeds")
-        assert difference_rows(found)[0]["more seeds"] == f"{paired.more:,}"
+        assert difference_rows(found)[0]["more seeds"] == f"{paired.more_pairs:,}"
         assert "Holm" not in describe_test(found), "one arm needs no correction"
 
     def test_seeds_of_an_answer_are_those_that_both_arms_have(self, tmp_path):

@@ -133,9 +133,9 @@ def measure_calibration(
     planted = differences.copy()
     planted[:, 0] += find_planted_effect(arms, seeds) * math.sqrt(2) * results.std(ddof=1)
 
-    alarms = sum(any(test is not None and test.found for test in holm_tests(list(d))) for d in differences)
+    alarms = sum(any(test is not None and test.is_significant for test in holm_tests(list(d))) for d in differences)
     tests = [holm_tests(list(d))[0] for d in planted]
-    right = sum(test is not None and test.found and test.mean > 0 for test in tests)
+    right = sum(test is not None and test.is_significant and test.mean > 0 for test in tests)
     fixed = Calibration(Rate(alarms, comparisons), Rate(right, comparisons), seeds)
     if seeds <= FIRST:
         return fixed, None

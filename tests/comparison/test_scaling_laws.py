@@ -9,7 +9,15 @@ from scipy import stats
 from scipy.optimize import curve_fit
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.scaling import Equal, Estimate, Scaling, evaluate_law, fit_law, fit_scaling, invert_law
+from headwater_lab.comparison.scaling import (
+    EquivalentSize,
+    Estimate,
+    Scaling,
+    evaluate_law,
+    fit_law,
+    fit_scaling,
+    invert_law,
+)
 
 SIZES = {"S": 1e5, "M": 4e5, "L": 1.6e6, "XL": 6.4e6}
 
@@ -46,8 +54,8 @@ def test_a_law_without_noise_is_found_and_inverted(axis):
     for one in found.laws[:1]:
         assert (one.e, one.a, one.exponent) == pytest.approx(true, rel=1e-4, abs=1e-9)
         assert one.error < 1e-6
-    assert [one.more.value for one in found.equals] == pytest.approx([0.1] * 4, abs=1e-4)
-    assert [one.inside for one in found.equals] == [True, True, True, False]
+    assert [one.extra.value for one in found.equivalent_sizes] == pytest.approx([0.1] * 4, abs=1e-4)
+    assert [one.inside for one in found.equivalent_sizes] == [True, True, True, False]
     what = "parameters (embeddings aside)" if axis == "parameters" else "training tokens"
     assert found.sentences()[0] == f"other, S: equals a base with 10.0% more {what}."
     assert found.sentences()[-1].endswith("beyond the sizes trained.")
@@ -58,8 +66,8 @@ def test_for_an_arm_that_sees_fewer_tokens_in_the_same_time_it_is_how_much_longe
     shorter = {size: 0.75 * n for size, n in SIZES.items()}
     made = runs({"base": lambda n, _: law(n, *true)}, axis="tokens")
     made += runs({"other": lambda n, _: law(1.5 * n, *true)}, sizes=shorter, axis="tokens")
-    found = fit_scaling(made).equals
-    assert [one.more.value for one in found] == pytest.approx([0.75 * 1.5 - 1] * 4, abs=1e-4)
+    found = fit_scaling(made).equivalent_sizes
+    assert [one.extra.value for one in found] == pytest.approx([0.75 * 1.5 - 1] * 4, abs=1e-4)
 
 
 def test_the_fit_is_at_least_as_good_as_a_general_one():
@@ -88,7 +96,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
             for arm, factor in (("base", 1.0), ("other", 1.25))
         }
         found = fit_scaling(runs(noisy, seeds=range(4)))
-        low, high = found.equals[1].more.interval
+        low, high = found.equivalent_sizes[1].extra.interval
         hits += low <= 0.25 <= high
     assert stats.binomtest(hits, 50, 0.95).pvalue > 0.005
 
@@ -100,7 +108,7 @@ def test_the_jackknife_is_that_of_the_equation():
         arm: lambda n, seed, arm=arm: law(n, 1.5, 40.0, 0.3) + noise[arm[0], n, seed] - 0.01 * (arm == "other")
         for arm in ("base", "other")
     }
-    found = fit_scaling(runs(losses, seeds=range(3))).equals[0]
+    found = fit_scaling(runs(losses, seeds=range(3))).equivalent_sizes[0]
 
     def needed(seeds):
         base, other = (np.array([np.mean([losses[a](n, s) for s in seeds]) for n in SIZES.values()]) for a in losses)
@@ -109,14 +117,16 @@ def test_the_jackknife_is_that_of_the_equation():
     parts = [needed([s for s in range(3) if s != left]) for left in range(3)]
     half = stats.t.ppf(0.975, 2) * np.sqrt(2 / 3 * np.sum((parts - np.mean(parts)) ** 2))
     middle = needed(range(3))
-    assert found.more.value == pytest.approx(np.exp(middle) - 1, rel=1e-6)
-    assert found.more.interval == pytest.approx((np.exp(middle - half) - 1, np.exp(middle + half) - 1), rel=1e-4)
+    assert found.extra.value == pytest.approx(np.exp(middle) - 1, rel=1e-6)
+    assert found.extra.interval == pytest.approx((np.exp(middle - half) - 1, np.exp(middle + half) - 1), rel=1e-4)
 
 
 def test_a_loss_below_all_of_the_law_is_infinitely_far():
     losses = {"base": lambda n, _: law(n, 1.5, 40.0, 0.3), "other": lambda n, _: 1.2 - 1e-8 * n}
     found = fit_scaling(runs(losses, seeds=(0, 1)))
-    assert all(one.more.value == np.inf and one.more.interval is None and not one.inside for one in found.equals)
+    assert all(
+        one.extra.value == np.inf and one.extra.interval is None and not one.inside for one in found.equivalent_sizes
+    )
     assert found.sentences()[0] == "other, S: no base of any size reaches its loss, by the fitted law."
 
 
@@ -142,7 +152,7 @@ def test_what_is_missing_is_left_out():
     found = fit_scaling(made)
     assert list(found.points) == ["base", "whole"]
     assert found.sentences()[-1] == "wild has no law, because a run diverged."
-    assert found.equals[0].more.interval is None  # one seed is left that all have
+    assert found.equivalent_sizes[0].extra.interval is None  # one seed is left that all have
     assert fit_scaling([one for one in made if one.experiment.arm != "base"]) is None
     assert fit_scaling([]) is None
     made[0].status = "diverged"
@@ -167,11 +177,11 @@ def test_losses_of_other_tokens_are_not_compared():
     losses = {"base": lambda n, _: law(n, 3.0, 80.0, 0.3), "other": lambda n, _: law(0.9 * n, 3.0, 80.0, 0.3) / 2}
     found = fit_scaling(runs(losses, tokens={"base": 2.0, "other": 1.0}))
     assert found.metric == "bits_per_byte"
-    assert [one.more.value for one in found.equals] == pytest.approx([-0.1] * 4, abs=1e-4)
+    assert [one.extra.value for one in found.equivalent_sizes] == pytest.approx([-0.1] * 4, abs=1e-4)
     assert found.laws[0].e == pytest.approx(1.5, rel=1e-4)
     same = fit_scaling(runs(losses))
     assert same.metric == "loss"
-    assert all(one.more.value == np.inf for one in same.equals)
+    assert all(one.extra.value == np.inf for one in same.equivalent_sizes)
 
 
 def test_a_constant_at_its_bound():
@@ -213,7 +223,7 @@ def test_tasks_are_judged_by_their_loss_or_refused():
 def test_a_size_that_is_known_to_a_factor_of_ten_at_best_is_inconclusive():
     def say(low, high):
         more = Estimate(0.5, (low, high), 1.0, 2)
-        return Scaling("parameters", "loss", "base", {}, [], [Equal("b", "S", more, True)]).sentences()[0]
+        return Scaling("parameters", "loss", "base", {}, [], [EquivalentSize("b", "S", more, True)]).sentences()[0]
 
     assert say(-0.5, 4.0) == "b, S: equals a base with 50.0% more parameters (embeddings aside) [-50.0%, +400.0%]."
     for ends in ((-1.0, 83426666692.5), (-0.5, 4.1), (-1.0, float("inf"))):

@@ -102,7 +102,7 @@ def test_laws_over_compute_are_found_and_projected():
     scaling = fit_scaling(ladder({"base": BASE, "arm": (0.7, 1.1, 1.0)}, law, seeds=(0, 1)), [1e19])
     assert scaling.axis == "flops"
     assert (scaling.laws[0].e, scaling.laws[0].a, scaling.laws[0].exponent) == pytest.approx(law, rel=1e-3)
-    assert [equal.more.value for equal in scaling.equals] == pytest.approx([1 / 0.7 - 1] * 4, rel=1e-3)
+    assert [equal.extra.value for equal in scaling.equivalent_sizes] == pytest.approx([1 / 0.7 - 1] * 4, rel=1e-3)
     assert "more training FLOPs" in scaling.sentences()[0]
     by_arm = {p.arm: p for p in scaling.predictions if not p.pinned and p.measured is None}
     assert by_arm["base"].loss.value == pytest.approx(2.0 + 400.0 * 1e19**-0.17, rel=1e-4)
@@ -219,8 +219,8 @@ def test_what_one_seed_decides_is_inconclusive():
             loss = {0: 2.5, 1: 1.7, 2: 1.7}[run.seed]
             run.held_out[-1].metrics |= {"loss": loss, "bits_per_byte": loss / 3}
     scaling = fit_scaling(runs)
-    (equal,) = [equal for equal in scaling.equals if equal.size == "d8 ×20"]
-    assert equal.more.interval == (-1.0, math.inf)
+    (equal,) = [equal for equal in scaling.equivalent_sizes if equal.size == "d8 ×20"]
+    assert equal.extra.interval == (-1.0, math.inf)
     assert "a base with its loss are inconclusive" in scaling.sentences()[-1]
     assert scaling.seeds == 3
 

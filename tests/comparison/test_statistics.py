@@ -11,23 +11,23 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.power import TTestPower
 
+from headwater_lab.comparison.equivalent_flops import measure_equivalent_flops
 from headwater_lab.comparison.sequential import ROUNDING, take_looks
 from headwater_lab.comparison.statistics import (
-    Paired,
+    PairedTest,
     _find_effect,
+    count_more_pairs,
     find_power,
     holm_tests,
     is_constant,
     is_too_wide,
-    judge_beside,
-    more_pairs,
+    judge_other_quantity,
     steps_to,
     summarize_arms,
 )
-from headwater_lab.comparison.worth import measure_worth
 from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.page import results_table
-from headwater_lab.reports.words import cost_rows, result_rows, state_answer, worth_rows, write_factor
+from headwater_lab.reports.words import cost_rows, equivalent_flops_rows, result_rows, state_answer, write_factor
 from headwater_lab.training.records import Origin, SeedPlan, StageRecord
 
 
@@ -67,10 +67,10 @@ def test_holm_is_the_loop_and_intervals_leave_out_0_just_where_it_finds(ties):
         tests = holm_tests(samples)
         for test, (p, is_found, interval) in zip(tests, naive_holm(samples), strict=True):
             assert test.p == pytest.approx(p, rel=1e-9)
-            assert test.found == is_found
+            assert test.is_significant == is_found
             low, high = test.interval
             assert (low > 0 or high < 0) == is_found
-            assert test.more is None or not is_found
+            assert test.more_pairs is None or not is_found
             if not ties:  # which of two equal ones comes first is open
                 assert test.interval == pytest.approx(interval, rel=1e-9)
             found += is_found
@@ -82,7 +82,7 @@ def test_holm_is_that_of_statsmodels():
     samples = [list(random.normal(shift, 1, 6)) for shift in (0, 0.5, 1, 1.5, 2, 3, 4)]
     tests = holm_tests(samples)
     rejected, *_ = multipletests([test.p for test in tests], method="holm")
-    assert [test.found for test in tests] == list(rejected)
+    assert [test.is_significant for test in tests] == list(rejected)
     assert 0 < sum(rejected) < 7
 
 
@@ -98,7 +98,7 @@ def test_an_arm_that_fails_is_tested_at_the_level_it_failed_at():
 def test_no_difference_at_all_is_the_same():
     for base, other in (([3.0, 2.0], [3.0, 2.0]), ([0.3, 0.3, 1.0], [0.1 + 0.2, 0.3, 1.0])):
         summary = summarize_arms([*of("base", base), *of("other", other)], "base")[1]
-        assert (summary.paired.p, summary.interval, summary.paired.more) == (1, (0, 0), None)
+        assert (summary.paired.p, summary.interval, summary.paired.more_pairs) == (1, (0, 0), None)
         assert summary.verdict(True) == summary.verdict(False) == "identical"
 
 
@@ -111,10 +111,10 @@ def test_one_number_over_and_over_is_judged_by_its_signs(seeds):
     assert paired.detectable is None
     if paired.p > 0.05:
         assert paired.interval is None
-        assert not paired.found
+        assert not paired.is_significant
     else:
         assert paired.interval == pytest.approx((-0.1, -0.1))
-        assert paired.found
+        assert paired.is_significant
 
 
 def test_one_seed_and_no_shared_seed_leave_everything_open():
@@ -179,7 +179,7 @@ def test_false_alarms_are_as_rare_as_stated():
     alarms = 0
     for _ in range(600):
         base = random.normal(size=5)
-        alarms += any(test.found for test in holm_tests(list(random.normal(size=(3, 5)) - base)))
+        alarms += any(test.is_significant for test in holm_tests(list(random.normal(size=(3, 5)) - base)))
     assert stats.binomtest(alarms, 600).proportion_ci(0.99).low <= 0.05
     assert alarms > 6, "a test that never finds anything has no false alarms either"
 
@@ -208,10 +208,10 @@ def test_power_is_a_number_everywhere_and_that_of_statsmodels():
 
 @pytest.mark.parametrize("effect", [0.1, 0.4, 0.9])
 def test_seeds_that_are_missing_are_the_fewest_that_would_do(effect):
-    total = more_pairs([effect], 3, 0.05) + 3
+    total = count_more_pairs([effect], 3, 0.05) + 3
     assert find_power(effect, total) >= 0.8 > find_power(effect, total - 1)
-    assert more_pairs([0.0], 3, 0.05) is None
-    assert more_pairs([0.01], 3, 0.05) is None
+    assert count_more_pairs([0.0], 3, 0.05) is None
+    assert count_more_pairs([0.01], 3, 0.05) is None
 
 
 def test_what_could_have_been_found_is_said():
@@ -219,7 +219,7 @@ def test_what_could_have_been_found_is_said():
     sample = list(random.normal(0.1, 1, 6))
     test = holm_tests([sample])[0]
     assert test.detectable == pytest.approx(np.std(sample, ddof=1) * _find_effect(6, 0.05))
-    assert test.more == more_pairs([abs(np.mean(sample)) / np.std(sample, ddof=1)], 6, 0.05)
+    assert test.more_pairs == count_more_pairs([abs(np.mean(sample)) / np.std(sample, ddof=1)], 6, 0.05)
 
 
 def test_the_best_look_has_the_least_loss_or_the_greatest_accuracy():
@@ -246,10 +246,10 @@ def test_costs_up_to_a_threshold_include_every_stage_and_are_compared_seed_by_se
     assert first.reached == [(40, 1100.0, 9.0)] * 2
     assert second.reached == [(40, 800.0, 9.0), None], "each seed has the baseline's own end as its goal"
     assert second.steps_to_threshold == [40, None]
-    assert second.cheaper.differences == (pytest.approx(math.log(800 / 1100)),)
+    assert second.flops_to_threshold.differences == (pytest.approx(math.log(800 / 1100)),)
     third = summarize_arms([*base, *other], "base", 2.4)[1]
     assert third.reached == [(30, 600.0, 1.0 + 8.0 / 2)] * 2, "half of the second stage"
-    assert third.cheaper.mean == pytest.approx(math.log(600 / 1000))
+    assert third.flops_to_threshold.mean == pytest.approx(math.log(600 / 1000))
     assert summarize_arms([*base, *other], "base")[1].reached is None
 
 
@@ -289,15 +289,15 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
         records += [paid("saves", seed, own, 0.9e9)]
         expected.append(naive_worth(own, [(flops, law[arm]) for arm, flops in budgets.items()]) - math.log(0.9e9))
         records += [paid("bad", seed, law["less"] + 0.1, 1e9), paid("good", seed, law["more"] - 0.1, 1e9)]
-    saves, bad, good = measure_worth(records, "base", ["less", "more"])
+    saves, bad, good = measure_equivalent_flops(records, "base", ["less", "more"])
     assert saves.factor.differences == pytest.approx(expected)
-    assert saves.factor.found
+    assert saves.factor.is_significant
     assert 1.2 < math.exp(saves.factor.mean) < 1.45
     assert (saves.below, saves.above, saves.flops) == (0, 0, 0.9e9)
     assert (bad.below, bad.above, math.exp(bad.factor.mean)) == (5, 0, pytest.approx(0.7))
     assert (good.below, good.above, math.exp(good.factor.mean)) == (0, 5, pytest.approx(1.4))
     page = Comparison("made", "Made", "base", None, None, records, ["less", "more"])
-    rows = worth_rows(page)
+    rows = equivalent_flops_rows(page)
     assert list(rows[0])[2] == "worth in FLOPs of base [98.33 %, Holm]"  # the others have bounds, not intervals
     factors = {name: factor for name, _, factor in map(dict.values, rows)}
     assert factors == {
@@ -305,11 +305,11 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
         "bad": "at most ×0.70",
         "good": "at least ×1.40",
     }
-    assert worth_rows(Comparison("made", "Made", "base", None, None, records)) == []
+    assert equivalent_flops_rows(Comparison("made", "Made", "base", None, None, records)) == []
     # What is said of an arm that diverged is of the other seeds only.
     lost = [one.model_copy(update={"status": "diverged"}) if one.name == "saves-4" else one for one in records]
     page = Comparison("made", "Made", "base", 8.0, None, lost, ["less", "more"])
-    (told,) = [[*row.values()][2] for row in worth_rows(page) if row[""] == "saves"]
+    (told,) = [[*row.values()][2] for row in equivalent_flops_rows(page) if row[""] == "saves"]
     assert told.endswith(", without 1 seed that diverged")
     dearer = [one.model_copy(update={"flops": 2 * one.flops}) if one.name == "bad-0" else one for one in lost]
     page = Comparison("made", "Made", "base", 8.0, None, dearer, ["less", "more"])
@@ -321,12 +321,12 @@ def test_what_a_result_is_worth_in_flops_of_the_baseline():
 def test_beside_a_plan_intervals_hold_wherever_one_stops():
     plan = SeedPlan(seeds=list(range(10)), min_seeds=3, margin=0.1, arms=["arm", "few"], baseline="base")
     sample = [0.31, 0.28, 0.35, 0.3]
-    found = judge_beside({"arm": sample, "few": sample[:2], "none": []}, plan)
+    found = judge_other_quantity({"arm": sample, "few": sample[:2], "none": []}, plan)
     assert found["arm"].interval == take_looks(sample, 0.025, 3, 10)[-1].interval
     fixed = holm_tests([sample])[0].interval
     assert found["arm"].interval[0] < fixed[0] < fixed[1] < found["arm"].interval[1]
     assert (found["few"].interval, found["few"].mean, found["none"]) == (None, pytest.approx(0.295), None)
-    assert judge_beside({"arm": sample}, None)["arm"] == holm_tests([sample])[0]
+    assert judge_other_quantity({"arm": sample}, None)["arm"] == holm_tests([sample])[0]
 
 
 def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():
@@ -335,7 +335,7 @@ def test_worth_takes_accuracy_too_and_leaves_out_a_budget_that_is_no_better():
 
     records = [made("base", 0, 0.5, 100.0), made("same", 0, 0.45, 200.0), made("more", 0, 0.7, 400.0)]
     records += [made("arm", 0, 0.6, 100.0), made("arm", 1, 0.6, 100.0), made("base", 1, 0.5, 100.0)]
-    (one,) = measure_worth(records, "base", ["same", "more"])
+    (one,) = measure_equivalent_flops(records, "base", ["same", "more"])
     assert one.factor.differences == (pytest.approx(math.log(2.0)),), "seed 1 has no curve"
 
 
@@ -377,7 +377,7 @@ def test_the_table_names_the_level_of_each_interval(effects, distinct):
 
 def test_an_interval_of_a_ratio_wider_than_ten_times_is_not_printed():
     def factor(low, high):
-        return write_factor(Paired((0.0, 0.0), (low + high) / 2, 0.5, 0.05, (low, high), None, None))
+        return write_factor(PairedTest((0.0, 0.0), (low + high) / 2, 0.5, 0.05, (low, high), None, None))
 
     assert factor(math.log(0.5), math.log(4.9)) == "×1.57 [0.50, 4.90]"
     for low, high in ((math.log(0.5), math.log(5.1)), (-2000.0, 2000.0), (-2000.0, 1.0)):

@@ -537,8 +537,8 @@ def test_gains_are_the_law_of_the_baseline_turned_round(tmp_path):
         assert one_found.what.startswith("how many more parameters the baseline needs for the loss of shift at")
         # Clear at the small end; beyond the sizes the law is stretched.
         assert ("beyond the sizes trained" in one_found.what) == (size == "large")
-        equal, axis = of.find_equal(f"shift @ {size}")
-        low, high = np.log1p(one_found.estimate) + np.array([-1, 1]) * equal.more.error * stats.t.ppf(
+        equal, axis = of.find_equivalent_size(f"shift @ {size}")
+        low, high = np.log1p(one_found.estimate) + np.array([-1, 1]) * equal.extra.error * stats.t.ppf(
             1 - one_found.level / 2, 2
         )
         assert axis == "parameters"

@@ -573,8 +573,8 @@ def test_what_a_law_saves(tmp_path):
     place = SizedArm(recipe, path, "shift", "small")
     of = Runs(PaperTable.model_validate(one_table([path])), {"shift @ small": place}, tmp_path / "out")
     cell = measure_cell(TableCell(arm="shift @ small", measure="saved"), Column(name="", times=100, digits=1), of)
-    equal, _ = of.find_equal("shift @ small")
-    saved = [100 * (1 - 1 / (1 + more)) for more in (equal.more.value, *equal.more.interval)]
+    equal, _ = of.find_equivalent_size("shift @ small")
+    saved = [100 * (1 - 1 / (1 + more)) for more in (equal.extra.value, *equal.extra.interval)]
     assert cell.value == pytest.approx(50, abs=2)
     assert cell.text == f"{saved[0]:.1f} [{saved[1]:.1f}, {saved[2]:.1f}]"
     assert cell.seeds == 3

@@ -1,10 +1,19 @@
 """Compare arms of a recipe: trials side by side in worker processes, and statistics over their records.
 
-running.py     all that a recipe's comparison trains
-trials.py      what to train              budget.py    arms at equal tokens, FLOPs or parameters
-pool.py        training it side by side   tuning.py    learning rates
-statistics.py  what the results say       scaling.py   loss against size, and what equals what
-search.py      which mechanisms together  prices.py     what each arm costs, measured
-run_costs.py   what all runs cost, counted
-earlier.py     runs that are there already  sequential.py  what may be said after every seed
+running.py     all that a recipe's comparison trains    pool.py        trials side by side
+trials.py      what to train                            rounds.py      seeds in rounds until every arm is decided
+budget.py      arms at equal tokens, FLOPs, parameters  tuning.py      learning rates
+earlier.py     runs that exist already                  search.py      which mechanisms together
+statistics.py  paired tests, with fixed seeds           sequential.py  and after every seed
+scaling.py     laws of loss against size                prices.py      cost of each arm, timed
+run_costs.py   cost of all runs, counted
+
+Four measures say how much compute an arm saves at equal loss. They differ in the loss, and in what fills the gaps
+between the baseline's runs:
+
+measure                     module               at the loss of         the baseline's compute is     saves if
+Summary.flops_to_threshold  statistics.py        `compare.threshold`    measured in the same runs     below 1
+EquivalentFlops.factor      equivalent_flops.py  the arm, at its end    interpolated in `budget_arms` above 1
+EquivalentSize.extra        scaling.py           the arm, at each size  of its fitted law, any N      above 0
+Speedup                     speedup.py           the arm, at each size  of a law through its loss     above 1
 """

@@ -81,18 +81,18 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Equal:
+class EquivalentSize:
     """The additional N that the baseline needs, by its own law, to reach an arm's loss at one size; 0.1 is 10 % more.
 
     More than the arm's N, or if N is tokens, than the baseline's at this size. These differ where arms cost the same
-    time, or FLOPs; as the baseline's tokens go with its time, `more` is then also how much longer it has to train.
-    more: its error is the error of log(1 + more).
+    time, or FLOPs; as the baseline's tokens go with its time, `extra` is then also how much longer it has to train.
+    extra: its error is the error of log(1 + extra).
     inside: whether that N is within the trained sizes; otherwise it is extrapolated.
     """
 
     arm: str
     size: str
-    more: Estimate
+    extra: Estimate
     inside: bool
 
 
@@ -104,7 +104,7 @@ class Scaling:
     points: dict[str, list[tuple[float, float]]]
     """By arm: (N, mean loss) at each size."""
     laws: list[Law]
-    equals: list[Equal]
+    equivalent_sizes: list[EquivalentSize]
     unit: str = "tokens"
     """What the models were trained on, tokens or images."""
     sizes: Sequence[str] = ()
@@ -126,11 +126,11 @@ class Scaling:
 
     def sentences(self) -> list[str]:
         """Describe the size of the baseline that equals each arm: "equals a baseline with x % more parameters"."""
-        equals = [f"{equal.arm}, {equal.size}: {self._describe(equal)}." for equal in self.equals]
-        return equals + [f"{arm} has no law, because a run diverged." for arm in self.diverged]
+        lines = [f"{size.arm}, {size.size}: {self._describe(size)}." for size in self.equivalent_sizes]
+        return lines + [f"{arm} has no law, because a run diverged." for arm in self.diverged]
 
-    def _describe(self, equal: Equal) -> str:
-        estimate, unit = equal.more, self.size_unit
+    def _describe(self, size: EquivalentSize) -> str:
+        estimate, unit = size.extra, self.size_unit
         if math.isnan(estimate.value):
             return f"the losses of {self.baseline} do not fall with its size"
         if is_too_wide(estimate.interval, shift=1):
@@ -139,7 +139,7 @@ class Scaling:
             return f"no {self.baseline} of any size reaches its loss, by the fitted law"
         percent = f"{abs(estimate.value):.1%} {'more' if estimate.value >= 0 else 'fewer'}"
         interval = "" if estimate.interval is None else " [{:+.1%}, {:+.1%}]".format(*estimate.interval)
-        extrapolated = "" if equal.inside else "; beyond the sizes trained"
+        extrapolated = "" if size.inside else "; beyond the sizes trained"
         return f"equals a {self.baseline} with {percent} {unit}{interval}{extrapolated}"
 
 
@@ -232,7 +232,7 @@ def fit_scaling(records: Sequence[RunRecord], projections: Sequence[float] = ())
         baseline,
         points,
         laws=_describe_laws(arms, n[0], losses[0], None),
-        equals=_estimate_equals(arms, sizes, base, n, over, losses),
+        equivalent_sizes=_estimate_equivalent_sizes(arms, sizes, base, n, over, losses),
         unit=runs[0].unit,
         sizes=sizes,
         seeds=seeds,
@@ -346,23 +346,23 @@ def _predict_losses(
     return predictions
 
 
-def _estimate_equals(
+def _estimate_equivalent_sizes(
     arms: Sequence[str], sizes: Sequence[str], base: int, n: np.ndarray, over: np.ndarray, losses: np.ndarray
-) -> list[Equal]:
+) -> list[EquivalentSize]:
     """Estimate the baseline that equals each other arm at each size.
 
-    n, over, losses: [samples, arms, sizes]. over: the N that the baseline's is compared with, see `Equal`.
+    n, over, losses: [samples, arms, sizes]. over: the N that the baseline's is compared with, see `EquivalentSize`.
     """
     laws = [fit_law(*pair) for pair in zip(n[:, base], losses[:, base], strict=True)]
-    equals = []
+    results = []
     for row, column in product(range(len(arms)), range(len(sizes))):
         if row == base:
             continue
         needed = [invert_law(law, loss) for law, loss in zip(laws, losses[:, row, column], strict=True)]
         ratio = estimate_ratio(np.array(needed) / over[:, row, column])
         is_inside = bool(n[0, base].min() <= ratio.value * over[0, row, column] <= n[0, base].max())
-        equals.append(Equal(arms[row], sizes[column], ratio.map_values(lambda value: value - 1), is_inside))
-    return equals
+        results.append(EquivalentSize(arms[row], sizes[column], ratio.map_values(lambda value: value - 1), is_inside))
+    return results
 
 
 def estimate_ratio(values: np.ndarray) -> Estimate:

@@ -34,18 +34,18 @@ Verdict = Literal["", "better", "worse", "equivalent", "inconclusive", "identica
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTest:
     """The mean of a sample of paired differences, tested.
 
     p: of a two-sided paired t test, uncorrected; None with fewer than two pairs. If all differences are one number,
         apart from rounding, p is the sign test's, 2^(1-n), and 1 if that number is 0.
     level: the level at which Holm's procedure tests this difference, among those it was tested with.
     interval: of confidence 1 - level; it excludes 0 exactly where the procedure finds a difference. None if unbounded.
-    more: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where their
-        number is unknown, and where it is above 10 000.
+    more_pairs: pairs still needed to find such a difference with a probability of 80 %; None where it is found, where
+        their number is unknown, and where it is above 10 000.
     detectable: the difference that as many pairs would find with that probability; None without a spread.
     looks, margin: of a comparison that adds seeds until it is decided; `interval` is then the last look's, `p`
-        and `detectable` are None, and `more` counts seeds until any verdict.
+        and `detectable` are None, and `more_pairs` counts seeds until any verdict.
     """
 
     differences: tuple[float, ...]
@@ -53,7 +53,7 @@ class Paired:
     p: float | None
     level: float
     interval: tuple[float, float] | None
-    more: int | None
+    more_pairs: int | None
     detectable: float | None
     looks: tuple[SeedLook, ...] = ()
     margin: float | None = None
@@ -63,11 +63,11 @@ class Paired:
         return self.margin is not None and self.interval is not None and is_inside(self.interval, self.margin)
 
     @property
-    def found(self) -> bool:
+    def is_significant(self) -> bool:
         return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
 
 
-def holm_tests(samples: Sequence[Sequence[float]]) -> list[Paired | None]:
+def holm_tests(samples: Sequence[Sequence[float]]) -> list[PairedTest | None]:
     """Test several samples of paired differences, with Holm's correction for their number; None for empty ones.
 
     If no models differ, one or more differences are found in at most `LEVEL` of cases (for normal differences).
@@ -122,10 +122,10 @@ def _find_p(differences: Sequence[float]) -> float | None:
     return float(2 * special.stdtr(len(differences) - 1, -abs(np.mean(differences)) / standard_error(differences)))
 
 
-def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: float) -> Paired:
+def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: float) -> PairedTest:
     mean = 0.0 if _is_zero(differences) else float(np.mean(differences))
     interval: tuple[float, float] | None = None
-    more_seeds: int | None = None
+    more_pairs: int | None = None
     detectable: float | None = None
     if p is not None and is_constant(differences):
         # The sign test's interval: bounded only if that many equal signs are significant.
@@ -135,8 +135,8 @@ def _summarize_pairs(differences: tuple[float, ...], p: float | None, level: flo
         spread = float(np.std(differences, ddof=1))
         detectable = spread * _find_effect(len(differences), level)
         if interval[0] <= 0 <= interval[1]:
-            more_seeds = more_pairs([abs(mean) / spread], len(differences), level)
-    return Paired(differences, mean, p, level, interval, more_seeds, detectable)
+            more_pairs = count_more_pairs([abs(mean) / spread], len(differences), level)
+    return PairedTest(differences, mean, p, level, interval, more_pairs, detectable)
 
 
 def t_interval(mean: float, error: float, freedom: int, level: float) -> tuple[float, float]:
@@ -167,7 +167,7 @@ def _find_effect(pairs: int, level: float) -> float:
     return float(center) / math.sqrt(pairs)
 
 
-def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
+def count_more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None:
     """Count the pairs still needed to find all effects at once with probability `POWER`; None if more than `MOST`.
 
     The probabilities of missing each effect are added up, so the result is a lower bound on the power.
@@ -181,7 +181,7 @@ def more_pairs(effects: Sequence[float], pairs: int, level: float) -> int | None
     return bisect_left(range(MOST), POWER, lo=pairs + 1, key=chance) - pairs  # power grows with the pairs
 
 
-class Reached(NamedTuple):
+class ThresholdReached(NamedTuple):
     """The first evaluation at which a run reached a threshold, and the total cost up to that point.
 
     seconds: a stage's wall-clock time counts in proportion to its tokens; a checkpoint's is unknown and left out.
@@ -199,8 +199,9 @@ class Summary:
     runs: finished ones; mean, spread (standard deviation) and `reached` are theirs. diverged: seeds
         that cannot be averaged, including those whose last result is not finite.
     paired: None for the baseline, and where no seed is finished in both.
-    reached: where each finished run reached the threshold; None for one that never did. cheaper: the logarithms of the
-        FLOPs up to that point over the baseline's, for seeds in which both reached it.
+    reached: where each finished run reached the threshold; None for one that never did.
+    flops_to_threshold: the logarithms of the FLOPs up to that point over the baseline's, for seeds in which both
+        reached it.
     learning_rate: None if runs differ in it.
     """
 
@@ -208,7 +209,7 @@ class Summary:
     runs: int
     mean: float | None
     spread: float | None
-    paired: Paired | None
+    paired: PairedTest | None
     diverged: int
     parameters: int
     tokens: int
@@ -216,8 +217,8 @@ class Summary:
     tokens_per_second: float
     cache_bytes_per_token: int
     learning_rate: float | None
-    reached: list[Reached | None] | None
-    cheaper: Paired | None
+    reached: list[ThresholdReached | None] | None
+    flops_to_threshold: PairedTest | None
 
     @property
     def steps_to_threshold(self) -> list[int | None] | None:
@@ -242,7 +243,7 @@ class Summary:
             return "identical"
         if self.paired.equivalent:
             return "equivalent"
-        if not self.paired.found:
+        if not self.paired.is_significant:
             return "inconclusive"
         return "better" if (self.paired.mean < 0) == lower_is_better else "worse"
 
@@ -271,12 +272,12 @@ def summarize_arms(
         differences = [_find_differences(finished[arm], base) for arm in compared]
         tested = dict(zip(compared, holm_tests(differences), strict=True))
     ends = {seed: run.result for seed, run in base.items()}
-    reached: dict[str, dict[int, Reached | None]] = {}
+    reached: dict[str, dict[int, ThresholdReached | None]] = {}
     for arm, runs in finished.items():
         thresholds = {seed: ends.get(seed) if threshold == "baseline" else threshold for seed in runs}
         reached[arm] = {seed: _find_reached(run, thresholds[seed]) for seed, run in runs.items()}
     ratios = {arm: _log_ratios(reached[arm], reached.get(baseline, {})) for arm in compared}
-    cheaper = judge_beside(ratios, plan)
+    flops_to_threshold = judge_other_quantity(ratios, plan)
     return [
         _summarize_arm(
             arm,
@@ -284,7 +285,7 @@ def summarize_arms(
             finished[arm],
             paired=tested.get(arm),
             reached=None if threshold is None else [*reached[arm].values()],
-            cheaper=cheaper.get(arm),
+            flops_to_threshold=flops_to_threshold.get(arm),
         )
         for arm, runs in _by_arm(records).items()
     ]
@@ -311,7 +312,7 @@ def _summarize_arm(arm: str, runs: Sequence[RunRecord], finished: Mapping[int, R
     )
 
 
-def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, Paired | None]:
+def judge_other_quantity(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) -> dict[str, PairedTest | None]:
     """Test a quantity other than the compared one, by arm.
 
     With a plan, the number of seeds depends on the results: the interval is then the repeated one of the last look,
@@ -324,7 +325,7 @@ def judge_beside(samples: Mapping[str, Sequence[float]], plan: SeedPlan | None) 
         if len(sample):
             sample_looks = take_looks(sample, level, plan.min_seeds, len(plan.seeds))
             mean, interval = float(np.mean(sample)), sample_looks[-1].interval if sample_looks else None
-            tests[arm] = Paired(tuple(sample), mean, None, level, interval, None, None)
+            tests[arm] = PairedTest(tuple(sample), mean, None, level, interval, None, None)
     return tests
 
 
@@ -374,12 +375,12 @@ def _by_arm(records: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     return arms
 
 
-def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
+def _summarize_standing(standing: Standing, plan: SeedPlan) -> PairedTest | None:
     if not standing.differences:
         return None
     d, level, max_pairs = standing.differences, LEVEL / len(plan.arms), len(plan.seeds)
     mean = 0.0 if _is_zero(d) else float(np.mean(d))
-    more_seeds = None
+    more_pairs = None
     if standing.looks and not standing.decided and not is_constant(d):
         # Significance in a fixed sample that is as strict as the last look, for the nearer of the verdicts.
         spread, critical = float(np.std(d, ddof=1)), critical_values(level, plan.min_seeds, max_pairs)[-1]
@@ -387,11 +388,10 @@ def _summarize_standing(standing: Standing, plan: SeedPlan) -> Paired | None:
         apart = [abs(mean) / spread]
         within = [(plan.margin - side * mean) / spread for side in (1, -1)]
         likely = [apart, within] if min(within) > 0 else [apart]
-        more_seeds = min(
-            (n for n in (more_pairs(standing, len(d), strict) for standing in likely) if n is not None), default=None
-        )
+        needed = [count_more_pairs(effects, len(d), strict) for effects in likely]
+        more_pairs = min(filter(None, needed), default=None)
     interval = standing.looks[-1].interval if standing.looks else None
-    return Paired(tuple(d), mean, None, level, interval, more_seeds, None, tuple(standing.looks), plan.margin)
+    return PairedTest(tuple(d), mean, None, level, interval, more_pairs, None, tuple(standing.looks), plan.margin)
 
 
 def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord]]:
@@ -402,7 +402,7 @@ def finished_runs(records: Sequence[RunRecord]) -> dict[str, dict[int, RunRecord
     }
 
 
-def _find_reached(run: RunRecord, threshold: float | None) -> Reached | None:
+def _find_reached(run: RunRecord, threshold: float | None) -> ThresholdReached | None:
     point = None if threshold is None else _find_point(run, threshold)
     if point is None:
         return None
@@ -411,18 +411,18 @@ def _find_reached(run: RunRecord, threshold: float | None) -> Reached | None:
     for stage in run.stages or []:
         if steps + stage.steps >= point.step:
             share = (point.tokens - tokens) / stage.tokens
-            return Reached(point.step, flops, seconds + stage.seconds * share)
+            return ThresholdReached(point.step, flops, seconds + stage.seconds * share)
         steps, tokens, seconds = steps + stage.steps, tokens + stage.tokens, seconds + stage.seconds
-    return Reached(point.step, flops, run.seconds * point.tokens / run.tokens)
+    return ThresholdReached(point.step, flops, run.seconds * point.tokens / run.tokens)
 
 
-def _log_ratios(arm: dict[int, Reached | None], base: dict[int, Reached | None]) -> list[float]:
+def _log_ratios(arm: dict[int, ThresholdReached | None], base: dict[int, ThresholdReached | None]) -> list[float]:
     """Compute log ratios of the FLOPs to the threshold, for the seeds in which both reach it."""
     pairs = ((arm[seed], base.get(seed)) for seed in sorted(arm))
     return [math.log(a.flops / b.flops) for a, b in pairs if a and b and a.flops and b.flops]
 
 
-def compare_all_pairs(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], Paired | None]:
+def compare_all_pairs(records: Sequence[RunRecord], arms: Sequence[str]) -> dict[tuple[str, str], PairedTest | None]:
     """Test all pairs of `arms` together: (first, second) -> first - second; None if they share no seed."""
     finished = finished_runs(records)
     pairs = list(combinations(arms, 2))

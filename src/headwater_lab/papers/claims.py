@@ -34,9 +34,9 @@ from scipy import special, stats
 
 from headwater_lab.comparison.sequential import ROUNDING
 from headwater_lab.comparison.statistics import (
+    count_more_pairs,
     holm_levels,
     is_constant,
-    more_pairs,
     standard_error,
     t_interval,
 )
@@ -104,7 +104,7 @@ def mean_evidence(
         result,
         p=_p_of_t(mean, error, size - 1, region),
         interval=lambda level: t_interval(mean, error, size - 1, level),
-        count_missing=lambda level: more_pairs(effects, size, level),
+        count_missing=lambda level: count_more_pairs(effects, size, level),
     )
 
 
@@ -336,11 +336,11 @@ def _seeds_evidence(claim: Reaches | Diverges, runs: Runs) -> Evidence:
 
 
 def _law_evidence(claim: Gains, runs: Runs) -> Evidence:
-    equal_and_axis = runs.find_equal(f"{claim.arm} @ {claim.size}")
+    equal_and_axis = runs.find_equivalent_size(f"{claim.arm} @ {claim.size}")
     if isinstance(equal_and_axis, str):
         return Evidence(equal_and_axis)
     equal, axis = equal_and_axis
-    estimate = equal.more
+    estimate = equal.extra
     log = math.log1p(estimate.value) if estimate.value > -1 else -math.inf if estimate.value == -1 else math.nan
     if abs(log) > MOST:
         log = math.copysign(math.inf, log)

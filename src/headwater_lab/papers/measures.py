@@ -15,7 +15,7 @@ import numpy as np
 
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
-from headwater_lab.comparison.scaling import Axis, Equal, fit_scaling
+from headwater_lab.comparison.scaling import Axis, EquivalentSize, fit_scaling
 from headwater_lab.comparison.statistics import steps_to
 from headwater_lab.comparison.trials import make_slug
 from headwater_lab.evaluation import evaluate
@@ -131,7 +131,7 @@ class Runs:
         """The threshold of claims of divergence; infinite without one."""
         return next((c.unlearned for c in self.table.claims if c.test in ("diverges", "stays")), math.inf)
 
-    def find_equal(self, name: str) -> tuple[Equal, Axis] | str:
+    def find_equivalent_size(self, name: str) -> tuple[EquivalentSize, Axis] | str:
         """Find the baseline that equals an arm at a size, "ARM @ SIZE", by the fitted law, or why there is none."""
         arm = self.arms[name]
         assert arm is not None
@@ -147,10 +147,10 @@ class Runs:
             law = fit_scaling(records)
         except HeadwaterError as error:
             return str(error)
-        equals = [equal for equal in law.equals if (equal.arm, equal.size) == (arm.arm, arm.size)] if law else []
-        if law is None or not equals:
+        sizes = [size for size in law.equivalent_sizes if (size.arm, size.size) == (arm.arm, arm.size)] if law else []
+        if law is None or not sizes:
             return "a law needs three or more sizes, with the same seeds at each"
-        return equals[0], law.axis
+        return sizes[0], law.axis
 
     def _find_task(self, run: FinishedRun, argument: str) -> float:
         """Find a figure of lm-evaluation-harness, which is stored with the run, so that it is evaluated only once."""

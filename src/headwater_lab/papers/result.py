@@ -171,16 +171,16 @@ def _write_steps(steps: Sequence[int | None]) -> Ours:
 
 def _write_saved(name: str, column: Column, runs: Runs) -> Ours:
     """Write 1 - N/N' of an arm with more = N'/N - 1."""
-    equal_and_axis = runs.find_equal(name)
-    if isinstance(equal_and_axis, str) or not math.isfinite(equal_and_axis[0].more.value):
+    equal_and_axis = runs.find_equivalent_size(name)
+    if isinstance(equal_and_axis, str) or not math.isfinite(equal_and_axis[0].extra.value):
         return Ours()
     equal, _ = equal_and_axis
-    saved = equal.more.map_values(lambda more: column.times * (1 - 1 / (1 + more) if more > -1 else -math.inf))
+    saved = equal.extra.map_values(lambda more: column.times * (1 - 1 / (1 + more) if more > -1 else -math.inf))
     text = write_number(saved.value, column.digits)
     if saved.interval is not None:
         low, high = (write_number(end, column.digits) for end in saved.interval)
-        text = INCONCLUSIVE if is_too_wide(equal.more.interval, shift=1) else f"{text} [{low}, {high}]"
-    return Ours(text if equal.inside else f"{text}; beyond the sizes", saved.value, None, equal.more.freedom + 1)
+        text = INCONCLUSIVE if is_too_wide(equal.extra.interval, shift=1) else f"{text} [{low}, {high}]"
+    return Ours(text if equal.inside else f"{text}; beyond the sizes", saved.value, None, equal.extra.freedom + 1)
 
 
 def write_number(value: float, digits: int) -> str:

@@ -9,8 +9,8 @@ from typing import Literal
 
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.earlier import find_conflict
+from headwater_lab.comparison.equivalent_flops import EquivalentFlops, measure_equivalent_flops
 from headwater_lab.comparison.statistics import Summary, choose_decisive, plan_of, summarize_arms
-from headwater_lab.comparison.worth import Worth, measure_worth
 from headwater_lab.training.records import Experiment, RunRecord, SeedPlan, changed_data, list_records, read_record
 
 UNITS = {"bits_per_byte": "bits per byte", "loss": "nats per token"}
@@ -55,9 +55,9 @@ class Comparison:
         return summarize_arms(self.records, self.baseline, self.threshold, self.budgets)
 
     @cached_property
-    def worths(self) -> list[Worth]:
-        """The training of the baseline that each arm's result is worth; empty without `budgets`."""
-        return measure_worth(self.records, self.baseline, self.budgets) if self.budgets else []
+    def equivalent_flops(self) -> list[EquivalentFlops]:
+        """The baseline's FLOPs for each arm's result; empty without `budgets`."""
+        return measure_equivalent_flops(self.records, self.baseline, self.budgets) if self.budgets else []
 
     @property
     def changed_data(self) -> str:

@@ -35,7 +35,7 @@ def list_arms(comparison: Comparison) -> list[dict[str, Any]]:
                 "level": paired and 1 - paired.level,
                 "p": paired and paired.p,
                 "verdict": summary.verdict(comparison.lower_is_better),
-                "more_seeds": paired and paired.more,
+                "more_seeds": paired and paired.more_pairs,
                 "parameters": summary.parameters,
                 comparison.trained_on: summary.tokens,
                 "flops": summary.flops,
@@ -76,17 +76,17 @@ def list_laws(scaling: Scaling, comparison: Comparison) -> list[dict[str, Any]]:
     Its size N (parameters without embeddings, or tokens) and mean loss, the arm's law e + a / N^exponent, and by how
     much more N the baseline reaches that loss, from low to high with the confidence `level`.
     """
-    equals = {(equal.arm, equal.size): equal for equal in scaling.equals}
+    equivalents = {(equal.arm, equal.size): equal for equal in scaling.equivalent_sizes}
     rows = []
     for law in scaling.laws:
         for size, (n, loss) in zip(scaling.sizes, scaling.points[law.arm], strict=True):
-            equal = equals.get((law.arm, size))
-            low, high = (equal and equal.more.interval) or (None, None)
+            equal = equivalents.get((law.arm, size))
+            low, high = (equal and equal.extra.interval) or (None, None)
             rows.append(
                 _identify(comparison)
                 | {"size": size, "metric": scaling.metric, "arm": law.arm, scaling.axis: n, "loss": loss}
                 | {"e": law.e, "a": law.a, "exponent": law.exponent, "error": law.error}
-                | {"more": equal and equal.more.value, "low": low, "high": high, "level": equal and CONFIDENCE}
+                | {"more": equal and equal.extra.value, "low": low, "high": high, "level": equal and CONFIDENCE}
             )
     return rows
 

@@ -6,11 +6,18 @@ from typing import get_args
 
 import numpy as np
 
+from headwater_lab.comparison.equivalent_flops import EquivalentFlops
 from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Law, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
-from headwater_lab.comparison.statistics import INCONCLUSIVE, Paired, Summary, Verdict, compare_all_pairs, is_too_wide
-from headwater_lab.comparison.worth import Worth
+from headwater_lab.comparison.statistics import (
+    INCONCLUSIVE,
+    PairedTest,
+    Summary,
+    Verdict,
+    compare_all_pairs,
+    is_too_wide,
+)
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.table_formats import PageTable
 from headwater_lab.util.terminal import Table, counted, lined
@@ -56,7 +63,7 @@ def difference_columns(comparison: Comparison) -> list[dict[str, str]]:
     )
 
 
-def name_levels(name: str, cells: Iterable[str], tests: Sequence[Paired | None]) -> list[dict[str, str]]:
+def name_levels(name: str, cells: Iterable[str], tests: Sequence[PairedTest | None]) -> list[dict[str, str]]:
     """Make a column of intervals: column -> cell, for each row.
 
     Its name has their level; where they differ, they are in a column of their own. Without an interval there is none.
@@ -85,7 +92,7 @@ def cost_rows(comparison: Comparison) -> list[dict[str, str]]:
     """Make a row for each arm's cost of reaching the threshold: column -> cell; none where arms cost alike."""
     if comparison.threshold is None or not differ_in_cost(comparison.records):
         return []
-    tests = [summary.cheaper for summary in comparison.summaries]
+    tests = [summary.flops_to_threshold for summary in comparison.summaries]
     factors = name_levels(f"over {comparison.baseline}", map(write_factor, tests), tests)
     rows = []
     for summary, factor in zip(comparison.summaries, factors, strict=True):
@@ -99,12 +106,12 @@ def cost_rows(comparison: Comparison) -> list[dict[str, str]]:
     return rows
 
 
-def write_factor(cheaper: Paired | None) -> str:
+def write_factor(ratio: PairedTest | None) -> str:
     """Write a mean of logarithms of ratios as a factor, with its interval."""
-    if cheaper is None:
+    if ratio is None:
         return ""
     with np.errstate(over="ignore"):
-        mean, *ends = np.exp([cheaper.mean, *(cheaper.interval or ())])
+        mean, *ends = np.exp([ratio.mean, *(ratio.interval or ())])
     if ends and is_too_wide((ends[0], ends[1])):
         return INCONCLUSIVE
     return f"×{mean:.2f}" + (" [{:.2f}, {:.2f}]".format(*ends) if ends else "")
@@ -200,29 +207,30 @@ COST_NOTE = (
 )
 
 
-def worth_rows(comparison: Comparison) -> list[dict[str, str]]:
+def equivalent_flops_rows(comparison: Comparison) -> list[dict[str, str]]:
     """Make a row for what each arm's result would have cost the baseline: column -> cell; none without budgets."""
-    tests = [worth.factor for worth in comparison.worths]
-    factors = name_levels(f"worth in FLOPs of {comparison.baseline}", map(_write_worth, comparison.worths), tests)
+    gains = comparison.equivalent_flops
+    tests = [gain.factor for gain in gains]
+    factors = name_levels(f"worth in FLOPs of {comparison.baseline}", map(_write_equivalent_flops, gains), tests)
     diverged = {summary.arm: summary.diverged for summary in comparison.summaries}
     rows = []
-    for worth, factor in zip(comparison.worths, factors, strict=True):
-        lost = diverged.get(worth.arm, 0)
+    for gain, factor in zip(gains, factors, strict=True):
+        lost = diverged.get(gain.arm, 0)
         name = next(iter(factor))
         factor[name] += f", without {counted(lost)} that diverged" if lost else ""
-        rows.append({"": worth.arm, "FLOPs, all included": f"{worth.flops:.3g}"} | factor)
+        rows.append({"": gain.arm, "FLOPs, all included": f"{gain.flops:.3g}"} | factor)
     return rows
 
 
-def _write_worth(worth: Worth) -> str:
-    if worth.below and worth.above:
+def _write_equivalent_flops(gain: EquivalentFlops) -> str:
+    if gain.below and gain.above:
         return "outside the budgets, on both sides"
-    if worth.factor is not None and (worth.below or worth.above):  # an interval would say more than is known
-        return f"at {'most' if worth.below else 'least'} ×{math.exp(worth.factor.mean):.2f}"
-    return write_factor(worth.factor)
+    if gain.factor is not None and (gain.below or gain.above):  # an interval would say more than is known
+        return f"at {'most' if gain.below else 'least'} ×{math.exp(gain.factor.mean):.2f}"
+    return write_factor(gain.factor)
 
 
-def worth_note(comparison: Comparison) -> str:
+def describe_equivalent_flops(comparison: Comparison) -> str:
     base = comparison.baseline
     return (
         f"The factor: the FLOPs at which {base} reaches the arm's result, divided by the arm's own; above 1 the arm "
@@ -232,7 +240,7 @@ def worth_note(comparison: Comparison) -> str:
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
-    """Make a comparison's tables for a terminal: results, then costs, worths and domains where it has any."""
+    """Make a comparison's tables for a terminal: results, then those of `further_tables`."""
     further = [
         lined(*table.columns, rows=table.texts, left=table.columns[:1], caption=table.caption)
         for table in further_tables(comparison)
@@ -241,10 +249,11 @@ def result_tables(comparison: Comparison) -> list[Table]:
 
 
 def further_tables(comparison: Comparison) -> list[PageTable]:
-    """Make the tables of costs, worths and domains, if any."""
+    """Make the tables of FLOPs to the threshold, equivalent FLOPs and domains, if any."""
+    worth = f"What each result is worth. {describe_equivalent_flops(comparison)}"
     tables = [
         (f"What it costs to reach {describe_threshold(comparison)}. {COST_NOTE}", cost_rows(comparison), "costs"),
-        (f"What each result is worth. {worth_note(comparison)}", worth_rows(comparison), "worth"),
+        (worth, equivalent_flops_rows(comparison), "worth"),
         (domains_note(comparison), domain_rows(comparison), "domains"),
     ]
     return [PageTable.from_rows(caption, rows, name=name) for caption, rows, name in tables if rows]
@@ -267,7 +276,7 @@ def write_difference(summary: Summary) -> str:
     return "" if summary.paired is None else " ".join(filter(None, split_difference(summary.paired)))
 
 
-def split_difference(paired: Paired) -> tuple[str, str]:
+def split_difference(paired: PairedTest) -> tuple[str, str]:
     """Write a mean difference, and its interval, "" without one, in as many decimals."""
     low, high = paired.interval or (0.0, abs(paired.mean))
     decimals = count_decimals(high - low)
@@ -438,8 +447,8 @@ class _Answer:
             return ""
         tests = compare_all_pairs(self.comparison.records, [best.arm, *rivals])
 
-        def loses(paired: Paired | None) -> bool:
-            return paired is not None and paired.found and (paired.mean < 0) == self.comparison.lower_is_better
+        def loses(paired: PairedTest | None) -> bool:
+            return paired is not None and paired.is_significant and (paired.mean < 0) == self.comparison.lower_is_better
 
         beaten = [arm for arm in rivals if loses(tests[best.arm, arm])]
         undecided = [arm for arm in rivals if arm not in beaten]
@@ -463,7 +472,7 @@ def _write_effect(summary: Summary, comparison: Comparison) -> str:
     )
 
 
-def _write_confidence(paired: Paired) -> str:
+def _write_confidence(paired: PairedTest) -> str:
     """Write the confidence of one interval: with several arms it exceeds their joint 95 %."""
     return f"{100 * (1 - paired.level):.4g} %"
 
@@ -520,7 +529,7 @@ def difference_rows(comparison: Comparison) -> list[dict[str, str]]:
             "its level": "" if fixed and p.p is None else _write_confidence(p),
             "p": "" if p.p is None else f"{p.p:.2g}",
             "pairs": str(len(p.differences)),
-            "more seeds": "" if p.more is None else f"{p.more:,}",
+            "more seeds": "" if p.more_pairs is None else f"{p.more_pairs:,}",
             "detectable": "" if p.detectable is None else f"{p.detectable:.3g}",
         }
         rows.append({name: cell for name, cell in row.items() if fixed or name not in ("p", "detectable")})

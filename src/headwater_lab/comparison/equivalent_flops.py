@@ -1,4 +1,4 @@
-"""Worth of a result: the compute that the baseline would need to reach it."""
+"""FLOPs of the baseline for an arm's result, interpolated between runs of the baseline with other budgets."""
 
 import math
 from collections.abc import Sequence
@@ -6,30 +6,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headwater_lab.comparison.statistics import Paired, choose_decisive, finished_runs, judge_beside, plan_of
+from headwater_lab.comparison.statistics import (
+    PairedTest,
+    choose_decisive,
+    finished_runs,
+    judge_other_quantity,
+    plan_of,
+)
 from headwater_lab.comparison.tuning import find_score
 from headwater_lab.training.records import RunRecord
 
 
 @dataclass(frozen=True)
-class Worth:
-    """The worth of an arm's results, seed by seed.
+class EquivalentFlops:
+    """The baseline's FLOPs for an arm's results, over the arm's.
 
     flops: the arm's own, including all stages and the checkpoint that it began with; the mean over
-    seeds. factor: the logarithms of the worth over these; None where no seed has a curve of the
+    seeds. factor: the logarithms of the baseline's over these, seed by seed; None where no seed has a curve of the
     baseline. below, above: how many seeds end worse than the baseline's smallest budget, or better than its largest.
         They count as if at that budget, so the factor is then only a bound.
     """
 
     arm: str
     flops: float
-    factor: Paired | None
+    factor: PairedTest | None
     below: int
     above: int
 
 
-def measure_worth(records: Sequence[RunRecord], baseline: str, budgets: Sequence[str]) -> list[Worth]:
-    """Measure every other arm's worth, all tested together.
+def measure_equivalent_flops(
+    records: Sequence[RunRecord], baseline: str, budgets: Sequence[str]
+) -> list[EquivalentFlops]:
+    """Measure the equivalent FLOPs of every other arm, all tested together.
 
     budgets: arms that are the baseline with other budgets. Between their points, and the baseline's own, the result is
     taken as linear in the logarithm of FLOPs, seed by seed; a larger budget that is no better is left out.
@@ -47,8 +55,8 @@ def measure_worth(records: Sequence[RunRecord], baseline: str, budgets: Sequence
         below = sum(value < budget_scores[0] for value, budget_scores in scores)
         above = sum(value > budget_scores[-1] for value, budget_scores in scores)
         rows.append((arm, flops, below, above))
-    tests = judge_beside(samples, plan_of(records))
-    return [Worth(arm, flops, tests[arm], *ends) for arm, flops, *ends in rows]
+    tests = judge_other_quantity(samples, plan_of(records))
+    return [EquivalentFlops(arm, flops, tests[arm], *ends) for arm, flops, *ends in rows]
 
 
 def _make_curves(arms: Sequence[dict[int, RunRecord]]) -> dict[int, tuple[list[float], list[float]]]:
