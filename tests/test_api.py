@@ -83,9 +83,9 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
         assert [row["model"] for row in rows] == ["base", "shift", "wide"]
         assert rows[0]["context"] == 8
     assert "compare" in COMPARED  # the caller's mapping is not changed
-    prices = lab.plan("shakespeare", "kv-shifting", "gpt2-124m", vocab_size=500, context=64).prices
-    assert len(prices) > 3
-    assert {price.shape["vocab_size"] for price in prices} == {500}
+    estimates = lab.plan("shakespeare", "kv-shifting", "gpt2-124m", vocab_size=500, context=64).estimates
+    assert len(estimates) > 3
+    assert {estimate.shape["vocab_size"] for estimate in estimates} == {500}
     (row,) = lab.plan("gpt2-124m", hardware="H100", tokens="300B", overrides=["num_hidden_layers=2"]).table()
     (same,) = lab.plan(headwater.preset("gpt2-124m", num_hidden_layers=2), hardware="H100", tokens=3e11).table()
     assert row["days"] > 0
@@ -133,8 +133,8 @@ def test_plan_reads_the_vocabulary_of_prepared_folders(tmp_path):
     (tmp_path / "notes.txt").write_text("".join(f"{i}: a line\n" for i in range(3000)))
     prepare(TextSource(str(tmp_path / "notes.txt")), tmp_path / "tokens", "bytes", Options(held_out=0.2))
     for source in (str(tmp_path / "tokens"), {str(tmp_path / "tokens"): 1.0}):
-        (price,) = lab.plan(TINY | {"data": {"kind": "prepared", "source": source, "context": 8}}).prices
-        assert price.shape["vocab_size"] == 257
+        (estimate,) = lab.plan(TINY | {"data": {"kind": "prepared", "source": source, "context": 8}}).estimates
+        assert estimate.shape["vocab_size"] == 257
 
 
 def test_a_stage_of_a_mapping_is_overridden_by_name():

@@ -12,7 +12,7 @@ from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.plan import Source
 from headwater.config.planner import plan_layers
 from headwater.config.presets import preset
-from headwater.cost import price
+from headwater.cost import estimate_model
 from headwater.cost.counts import (
     KEPT_BY_ACTIVATION,
     activation_bytes,
@@ -382,4 +382,4 @@ def test_materialised_layers_cache_all_heads(mechanisms):
     cache = HeadwaterForCausalLM(made)(torch.ones(1, 10, dtype=torch.long), use_cache=True).past_key_values
     assert caches.cache_bytes(cache) == cache_bytes(made, 10) == cache_bytes(vanilla, 10)
     assert cache_bytes_per_token(made) == cache_bytes_per_token(vanilla)
-    assert price(made).at[0].cache_bytes == price(vanilla).at[0].cache_bytes
+    assert estimate_model(made).at[0].cache_bytes == estimate_model(vanilla).at[0].cache_bytes

@@ -83,9 +83,9 @@ def test_nothing_imports_more_than_it_needs(folder):
     for model in ("tokenformer-124m", str(folder)) if Wanted.slow else (str(folder),):
         reports = {"headwater_lab.comparison", "headwater_lab.reports", "headwater_lab.papers"}
         needless[COMMAND.format(arguments=["plan", model])] = {*reports, *PLOTS, *FRAMES}
-    priced = {code for code in needless if "plan" in code}
+    estimated = {code for code in needless if "plan" in code}
     made = {}
-    for stage, codes in (("models", needless.keys() - priced), ("torch", priced)):
+    for stage, codes in (("models", needless.keys() - estimated), ("torch", estimated)):
         codes = sorted(codes)
         made |= zip(codes, apart([code + TELL for code in codes], stage), strict=True)
     for code, (ended, printed, said) in made.items():

@@ -438,7 +438,7 @@ def test_an_option_without_a_type_is_refused():
 
 
 def test_training_refuses_a_mechanism_that_counts_other_parameters(monkeypatch, recipe, tmp_path):
-    """FLOPs, prices and equal budgets follow from what it states."""
+    """FLOPs, estimates and equal budgets follow from what it states."""
     monkeypatch.setitem(MECHANISMS.added, "sharpened", Sharpened)
     monkeypatch.setattr(Sharpened, "count_cost", classmethod(lambda cls, options, config, plan: Cost(parameters=1)))
     made = recipe().model_dump(mode="json")

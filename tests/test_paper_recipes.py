@@ -15,7 +15,7 @@ import pytest
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost import price
+from headwater.cost import estimate_model
 from headwater.growth import grown_config
 from headwater_lab.recipe.recipe import Recipe, parse
 from headwater_lab.recipe.recipe_files import load_recipe
@@ -460,7 +460,7 @@ def test_the_cost_in_the_head_is_what_plan_says(name):
     flops = hours = 0.0
     for trial in LOADED[name].values():
         tokens = tokens_a_step(trial) * trial.training.steps
-        one = price(
+        one = estimate_model(
             config(trial),
             context=context(trial),
             tokens=tokens,

@@ -14,7 +14,7 @@ from headwater_lab.data.tokenizer import byte_tokenizer
 
 
 @pytest.fixture
-def prices(run):
+def estimates(run):
     def call(*arguments):
         code, out, err = run("plan", *arguments, "--json")
         assert (code, err) == (0, "")
@@ -37,52 +37,52 @@ def test_presets_side_by_side(run):
         assert text in out
 
 
-def test_prompts_are_priced_where_layers_run_for_their_last_token_alone(run, prices):
+def test_prompts_are_estimated_where_layers_run_for_their_last_token_alone(run, estimates):
     given = {"kv_source": {"keys": "last", "values": "last"}}
     half = preset("resformer-82m-vanilla", mechanisms=given, num_hidden_layers=4)
     maps = f"mechanisms={json.dumps(given)}"
     shape = ("num_hidden_layers=4", "--context", 256, "--batch", 2)
-    (mapped,), (plain,) = prices("resformer-82m-vanilla", maps, *shape), prices("resformer-82m-vanilla", *shape)
+    (mapped,), (plain,) = estimates("resformer-82m-vanilla", maps, *shape), estimates("resformer-82m-vanilla", *shape)
     assert (mapped["last_token_layers"], plain["last_token_layers"]) == (2, 0)
     assert mapped["at"][0]["prefill"] == 2 * prefill_flops(half, 256)
     tables = [run("plan", "resformer-82m-vanilla", *added, *shape)[1] for added in ([maps], [])]
     assert ["FLOPs of a prompt, batch 2" in table for table in tables] == [True, False]
 
 
-def test_json_has_every_context(prices):
-    (one,) = prices("resformer-82m", "--context", 512, "--context", 2048, "--batch", 4, "--precision", "32-true")
+def test_json_has_every_context(estimates):
+    (one,) = estimates("resformer-82m", "--context", 512, "--context", 2048, "--batch", 4, "--precision", "32-true")
     assert one["total_parameters"] == sum(parameters(preset("resformer-82m")).values())
     assert [at["context"] for at in one["at"]] == [512, 2048]
     assert one["at"][1]["cache_bytes"] == 4 * one["at"][0]["cache_bytes"]
     assert one["hardware"] is None
 
 
-def test_a_recipe_gives_a_column_for_each_arm(prices, tmp_path):
+def test_a_recipe_gives_a_column_for_each_arm(estimates, tmp_path):
     arms = {"plain": {}, "shifted": {"model": {"mechanisms": {"kv_shift": {}}}}}
     path = recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"})
-    plain, shifted = prices(path)
+    plain, shifted = estimates(path)
     assert (plain["name"], shifted["name"]) == ("plain", "shifted")
     assert shifted["total_parameters"] - plain["total_parameters"] == 2 * 2 * 2 * 2
     assert plain["shape"]["vocab_size"] == 257
     assert plain["at"][0]["context"] == 32
-    assert prices(path, "model.hidden_size=32") == prices(path, "hidden_size=32") != [plain, shifted]
+    assert estimates(path, "model.hidden_size=32") == estimates(path, "hidden_size=32") != [plain, shifted]
 
 
-def test_the_data_of_a_recipe_is_not_read(prices, run, tmp_path):
+def test_the_data_of_a_recipe_is_not_read(estimates, run, tmp_path):
     data = {"kind": "text", "source": "nowhere.txt", "tokenizer": "no/such", "context": 32}
     path = recipe(tmp_path / "r.yaml", data=data)
     code, _, err = run("plan", path)
     assert code == 2
     assert "--vocab-size" in err
-    (one,) = prices(path, "--vocab-size", 500)
+    (one,) = estimates(path, "--vocab-size", 500)
     assert one["shape"]["vocab_size"] == 500
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")  # one on this machine is
     (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
     for name in ("tokenizer", "tokenizer/tokenizer.json"):
-        (one,) = prices(recipe(tmp_path / "t.yaml", data=data | {"tokenizer": str(tmp_path / name)}))
+        (one,) = estimates(recipe(tmp_path / "t.yaml", data=data | {"tokenizer": str(tmp_path / name)}))
         assert one["shape"]["vocab_size"] == 257
     induction = recipe(tmp_path / "i.yaml", data={"kind": "induction", "vocab_size": 40, "length": 20})
-    (one,) = prices(induction)
+    (one,) = estimates(induction)
     assert (one["shape"]["vocab_size"], one["at"][0]["context"]) == (40, 20)
 
 
@@ -97,20 +97,20 @@ TRAINED = {
 }
 
 
-def test_a_recipe_is_priced_as_it_trains(prices, run, tmp_path):
+def test_a_recipe_is_estimated_as_it_trains(estimates, run, tmp_path):
     """Unless options or overrides say otherwise."""
     path = recipe(tmp_path / "r.yaml", training=TRAINED)
     device = ("--hardware", "H100")
-    (own,) = prices(path, *device)
+    (own,) = estimates(path, *device)
     assert (own["batch"], own["devices"], own["precision"], own["tokens"]) == (4, 3, "64-true", 50 * 12 * 2 * 32)
     assert (own["gradient_checkpointing"], own["loss_chunk_tokens"], own["masked"]) == (True, 20, [32])
     at, state = own["at"][0], sum(own["state_bytes"].values())
     assert at["step_bytes"] == state + at["activation_bytes_checkpointed"]
-    changed = prices(path, *device, "--batch", 5, "--devices", 2, "--precision", "bf16-true", "--tokens", "1k")[0]
+    changed = estimates(path, *device, "--batch", 5, "--devices", 2, "--precision", "bf16-true", "--tokens", "1k")[0]
     assert [changed[name] for name in ("batch", "devices", "precision", "tokens")] == [5, 2, "bf16-true", 1000]
     assert not changed["masked"], "a GPU computes them document by document in half precision"
     other = ("training.loss_chunk_tokens=null", "training.gradient_checkpointing=false", "training.batch_size=6")
-    (other,) = prices(path, *device, *other)
+    (other,) = estimates(path, *device, *other)
     assert (other["batch"], other["loss_chunk_tokens"], other["gradient_checkpointing"]) == (2, None, False)
     assert other["at"][0]["step_bytes"] == state + other["at"][0]["activation_bytes"]
     code, out, _ = run("plan", path)
@@ -121,9 +121,9 @@ def test_a_recipe_is_priced_as_it_trains(prices, run, tmp_path):
     assert (code, "nonsense" in err) == (2, True)
 
 
-def test_arms_and_stages_are_priced_as_they_train(prices, run, tmp_path):
+def test_arms_and_stages_are_estimated_as_they_train(estimates, run, tmp_path):
     arms = {"plain": {}, "chunked": {"training": {"loss_chunk_tokens": 8}}}
-    made = prices(path := recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"}))
+    made = estimates(path := recipe(tmp_path / "r.yaml", compare={"arms": arms, "baseline": "plain"}))
     note = " ".join(run("plan", path)[1].split())
     assert "Trained with a mask for packed rows: chunked, plain." in note
     assert "Trained with logits of 8 tokens at once: chunked." in note
@@ -131,23 +131,23 @@ def test_arms_and_stages_are_priced_as_they_train(prices, run, tmp_path):
     assert (plain["loss_chunk_tokens"], chunked["loss_chunk_tokens"]) == (None, 8)
     assert chunked["at"][0]["activation_bytes"] < plain["at"][0]["activation_bytes"]
     stages = [{"name": "late", "training": {"gradient_checkpointing": True, "steps": 7}}]
-    first, late = prices(recipe(tmp_path / "s.yaml", stages=stages))
+    first, late = estimates(recipe(tmp_path / "s.yaml", stages=stages))
     assert (first["gradient_checkpointing"], late["gradient_checkpointing"]) == (False, True)
     assert late["tokens"] != first["tokens"]
     assert late["tokens"] % 7 == 0
 
 
-def test_a_teacher_is_priced(prices, run, tmp_path):
+def test_a_teacher_is_priced(estimates, run, tmp_path):
     """Without `teacher`, the model that the run starts from, or that the previous stage made, is the teacher."""
     sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, max_position_embeddings=32)
     large = HeadwaterConfig(vocab_size=257, **sizes)
     HeadwaterForCausalLM(large).save_pretrained(tmp_path / "large")
     forward, weights = sum(forward_flops(large, 32).values()), 4 * sum(parameters(large).values())
-    (plain,) = prices(recipe(tmp_path / "plain.yaml"))
+    (plain,) = estimates(recipe(tmp_path / "plain.yaml"))
     distilled = {"distillation": {"teacher": str(tmp_path / "large")}}
-    (taught,) = prices(path := recipe(tmp_path / "taught.yaml", training=distilled))
+    (taught,) = estimates(path := recipe(tmp_path / "taught.yaml", training=distilled))
     assert taught["at"][0]["training"] == plain["at"][0]["training"] + forward
-    (overridden,) = prices(tmp_path / "plain.yaml", f"training.distillation.teacher={tmp_path / 'large'}")
+    (overridden,) = estimates(tmp_path / "plain.yaml", f"training.distillation.teacher={tmp_path / 'large'}")
     assert overridden["at"] == taught["at"]
     assert taught["state_bytes"] == plain["state_bytes"] | {"teacher": weights}
     assert taught["at"][0]["step_bytes"] > plain["at"][0]["step_bytes"] + weights
@@ -157,11 +157,11 @@ def test_a_teacher_is_priced(prices, run, tmp_path):
     tokens = runs[-1].units // 2
     assert runs[-1].flops == pytest.approx(tokens * (2 * plain["at"][0]["training"] + forward))
     start = {"start": {"checkpoint": str(tmp_path / "large")}, "training": {"distillation": {}}, "model": {}}
-    (started,) = prices(recipe(tmp_path / "started.yaml", **start))
+    (started,) = estimates(recipe(tmp_path / "started.yaml", **start))
     assert started["at"][0]["training"] == pytest.approx(4 * forward)
     grown = {"grow": {"hidden_size": 32, "num_attention_heads": 4, "method": "exact"}}
     stages = [{"name": "grown"} | grown, {"name": "late", "training": {"distillation": {}}}]
-    _, deeper, late = prices(recipe(tmp_path / "stages.yaml", stages=stages))
+    _, deeper, late = estimates(recipe(tmp_path / "stages.yaml", stages=stages))
     assert late["at"][0]["training"] == pytest.approx(4 / 3 * deeper["at"][0]["training"])
 
 
@@ -177,40 +177,40 @@ def test_a_teacher_is_priced(prices, run, tmp_path):
         ({}, {"row_layout": "contiguous"}, False),
     ],
 )
-def test_packed_rows_have_a_mask_where_attention_takes_one(training, data, masked, prices, tmp_path):
+def test_packed_rows_have_a_mask_where_attention_takes_one(training, data, masked, estimates, tmp_path):
     data = {"kind": "text", "source": "nowhere.txt", "context": 32} | data
-    (one,) = prices(recipe(tmp_path / "r.yaml", training=training, data=data))
+    (one,) = estimates(recipe(tmp_path / "r.yaml", training=training, data=data))
     assert one["masked"] == [one["at"][0]["context"]] * masked
 
 
-def test_every_context_has_the_mask_of_its_own_kernel_and_the_tokens_of_the_recipe(prices, run, tmp_path):
+def test_every_context_has_the_mask_of_its_own_kernel_and_the_tokens_of_the_recipe(estimates, run, tmp_path):
     training = {"precision": "bf16-mixed", "device": "cpu", "steps": 10, "batch_size": 4}
     path = recipe(tmp_path / "r.yaml", training=training)
-    (both,) = prices(path, "--context", 32, "--context", 1024, "--hardware", "H100")
+    (both,) = estimates(path, "--context", 32, "--context", 1024, "--hardware", "H100")
     assert (both["masked"], both["tokens"]) == ([32], 10 * 4 * 32)
     for at in both["at"]:
-        (single,) = prices(path, "--context", at["context"], "--hardware", "H100")
+        (single,) = estimates(path, "--context", at["context"], "--hardware", "H100")
         assert (single["at"], single["tokens"]) == ([at], both["tokens"])
     note = " ".join(run("plan", path, "--context", 32, "--context", 1024)[1].split())
     assert "Trained with a mask for packed rows of 32 tokens: tiny." in note
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "recipe"])
-def test_a_batch_is_divided_among_the_devices_of_the_option_too(model, prices, run, tmp_path):
+def test_a_batch_is_divided_among_the_devices_of_the_option_too(model, estimates, run, tmp_path):
     model = recipe(tmp_path / "r.yaml") if model == "recipe" else model
-    assert prices(model, "--devices", 8)[0]["batch"] == (1 if model == "gpt2-124m" else 2)
+    assert estimates(model, "--devices", 8)[0]["batch"] == (1 if model == "gpt2-124m" else 2)
     batch = "training.batch_size=64"
-    (option,) = prices(model, batch, "--hardware", "H100", "--devices", 8)
-    assert [option] == prices(model, batch, "--hardware", "H100", "training.devices=8")
-    assert (option["batch"], prices(model, batch, "--devices", 8, "--batch", 64)[0]["batch"]) == (8, 64)
+    (option,) = estimates(model, batch, "--hardware", "H100", "--devices", 8)
+    assert [option] == estimates(model, batch, "--hardware", "H100", "training.devices=8")
+    assert (option["batch"], estimates(model, batch, "--devices", 8, "--batch", 64)[0]["batch"]) == (8, 64)
     code, _, err = run("plan", model, "--devices", 0)
     assert (code, "devices must be a whole number, at least 1" in err) == (2, True)
 
 
-def test_no_ceiling_of_generation_for_more_sequences_than_memory_holds(prices, run):
+def test_no_ceiling_of_generation_for_more_sequences_than_memory_holds(estimates, run):
     arguments = ("gpt2-124m", "--hardware", "H100", "--context", 1024)
-    most = prices(*arguments)[0]["at"][0]["limits"]["most_sequences"]
-    ceilings = [prices(*arguments, "--batch", most + more)[0]["at"][0]["limits"] for more in (0, 1)]
+    most = estimates(*arguments)[0]["at"][0]["limits"]["most_sequences"]
+    ceilings = [estimates(*arguments, "--batch", most + more)[0]["at"][0]["limits"] for more in (0, 1)]
     assert [ceiling["generation_ceiling"] is None for ceiling in ceilings] == [False, True]
     tables = [" ".join(run("plan", *arguments, "--batch", most + more)[1].split()) for more in (0, 1)]
     reason = f"No generation ceiling where memory holds fewer than {most + 1:,} sequences."
@@ -218,27 +218,27 @@ def test_no_ceiling_of_generation_for_more_sequences_than_memory_holds(prices, r
     assert reason in tables[1]
 
 
-def test_a_model_without_a_recipe_takes_training_too(prices):
-    one, other = prices("gpt2-124m", "resformer-82m", "training.loss_chunk_tokens=1024")
+def test_a_model_without_a_recipe_takes_training_too(estimates):
+    one, other = estimates("gpt2-124m", "resformer-82m", "training.loss_chunk_tokens=1024")
     assert (one["loss_chunk_tokens"], other["loss_chunk_tokens"]) == (1024, 1024)
     assert (one["batch"], one["precision"], one["tokens"], one["masked"]) == (1, "bf16-mixed", None, [])
-    assert prices("gpt2-124m", "training.precision=32-true")[0]["precision"] == "32-true"
+    assert estimates("gpt2-124m", "training.precision=32-true")[0]["precision"] == "32-true"
 
 
-def test_configs_and_checkpoints(prices, tmp_path):
+def test_configs_and_checkpoints(estimates, tmp_path):
     config = HeadwaterConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, mechanisms={"svformer": {}}
     )
     HeadwaterForCausalLM(config).save_pretrained(tmp_path / "model")
-    found = prices(tmp_path / "model", tmp_path / "model" / "config.json")
+    found = estimates(tmp_path / "model", tmp_path / "model" / "config.json")
     assert [one["name"] for one in found] == ["model", "model (2)"]
     assert found[0]["total_parameters"] == sum(parameters(config).values())
     assert found[0]["shape"]["mechanisms"] == ["svformer"]
 
 
-@pytest.mark.slow  # `test_price.py` measures it too
-def test_this_machine_can_be_the_hardware(prices):
-    (one,) = prices("resformer-82m", "--hardware", "this")
+@pytest.mark.slow  # `test_estimate.py` measures it too
+def test_this_machine_can_be_the_hardware(estimates):
+    (one,) = estimates("resformer-82m", "--hardware", "this")
     assert one["at"][0]["limits"]["training_ceiling"] > 0
 
 
@@ -262,7 +262,7 @@ def test_mistakes_get_one_sentence(run, arguments, word):
     assert word in line
 
 
-def test_a_schedule_from_a_checkpoint_that_is_missing_is_not_priced_as_another_model(run, tmp_path):
+def test_a_schedule_from_a_checkpoint_that_is_missing_is_not_estimated_as_another_model(run, tmp_path):
     stages = [{"name": "whole", "finish_conversion": True}]
     path = recipe(
         tmp_path / "r.yaml", start={"checkpoint": "missing", "convert": {"num_key_value_heads": 1}}, stages=stages
@@ -341,8 +341,8 @@ def test_an_override_that_another_replaces_is_told_once(run, tmp_path):
         assert run(*command)[2].count("batch_size=3 has no effect, since") == 1
 
 
-def test_fields_can_be_changed(prices):
-    (one,) = prices("gpt2-124m-sla", "max_position_embeddings=16384", "mechanisms={skip_layer: {heads: 6}}")
+def test_fields_can_be_changed(estimates):
+    (one,) = estimates("gpt2-124m-sla", "max_position_embeddings=16384", "mechanisms={skip_layer: {heads: 6}}")
     made = preset("gpt2-124m-sla", max_position_embeddings=16384, mechanisms={"skip_layer": {"heads": 6}})
     assert one["at"][0]["context"] == 16384
     assert sum(one["parameters"].values()) == sum(parameters(made).values())
@@ -376,7 +376,7 @@ def test_bench_mechanisms(run):
     assert "MB kept" in out
 
 
-def test_the_runs_of_a_comparison_are_priced_with_what_branches_save(run, tmp_path):
+def test_the_runs_of_a_comparison_are_estimated_with_what_branches_save(run, tmp_path):
     """Budgets of 1, 2 and 4 with decays of 2/15 cost 4 + 3·2/15 = 4.4 of 7, for each arm, seed and rate."""
     arms = {"plain": {}, "shifted": {"model": {"mechanisms": {"kv_shift": {}}}}}
     sizes = {f"{times}x": {"training": {"steps": 150 * times}} for times in (4, 1, 2)}
@@ -387,7 +387,7 @@ def test_the_runs_of_a_comparison_are_priced_with_what_branches_save(run, tmp_pa
     costs = {cost.name: cost for cost in plan.runs["tiny"]}
     assert [*costs] == ["tuning", "1x", "2x", "4x", "all"]
     assert [cost.runs for cost in costs.values()] == [4, 6, 6, 6, 22]
-    per_step = 2 * 32 * sum(3 * sum(forward_flops(price_config(arm), 32).values()) for arm in arms.values())
+    per_step = 2 * 32 * sum(3 * sum(forward_flops(find_arm_config(arm), 32).values()) for arm in arms.values())
     assert costs["1x"].flops == costs["1x"].alone == pytest.approx(3 * 150 * per_step)
     assert costs["4x"].flops == pytest.approx(3 * (600 - 260) * per_step)
     sizes_alone = [costs[name].alone for name in sizes]
@@ -405,7 +405,7 @@ def test_the_runs_of_a_comparison_are_priced_with_what_branches_save(run, tmp_pa
     assert lab.plan("gpt2-124m").runs == {}
 
 
-def price_config(arm):
+def find_arm_config(arm):
     mechanisms = {"kv_shift": {}} if arm == "shifted" else {}
     model = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32}
     return HeadwaterConfig(vocab_size=300, mechanisms=mechanisms, **model)

@@ -140,7 +140,7 @@ def test_parameters_are_those_the_paper_prints(name):
 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_price_counts_the_real_model(name):
+def test_the_estimate_counts_the_real_model(name):
     assert sum(parameters(preset(name)).values()) == count(name)
 
 

@@ -2,7 +2,7 @@
 
 A page's commands must have what they read: from the repository, from a command above, from a file that the page shows,
 or from `ASSUMED`, which says what all pages take for granted. What cannot run here is in `NOT_RUN` with the reason; it
-is still parsed, and its recipe read and priced. This is slow, but parsing is not: `make test` parses every command.
+is still parsed, and its recipe read and estimated. This is slow, but parsing is not: `make test` parses every command.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.price import list_stages
+from headwater_lab.papers.estimate import list_stages
 from headwater_lab.papers.table import find_table as paper_table
 from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.recipe import Recipe, parse
@@ -311,7 +311,7 @@ def recipes_of(name: str, values: dict[str, Any]) -> list[Recipe]:
 def check(command: Command) -> list[str]:
     """Parse a command and read its recipes; returns what to append to make it small.
 
-    What would be trained is priced where the command is not run: that builds the plan of every layer.
+    What would be trained is estimated where the command is not run: that builds the plan of every layer.
     """
     name, known, values = parsed(command.words)
     options = {option for parameter in known.params for option in parameter.opts}

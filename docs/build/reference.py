@@ -25,7 +25,7 @@ from headwater.config.plan import Stage
 from headwater.config.presets import preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.cost import price
+from headwater.cost import estimate_model
 from headwater.mechanisms import Mechanism
 from headwater.mechanisms.capabilities import CAPABILITIES, members_of
 from headwater.plugins.registry import MECHANISMS, has_own
@@ -247,7 +247,7 @@ def read_option_texts(mechanism: type) -> dict[str, str]:
 
 def count_costs(mechanisms: dict[str, Any]) -> tuple[int, float, int]:
     """Parameters, training FLOPs and bytes of the bf16 cache, the last two per token, of the introduction's model."""
-    cost = price(HeadwaterConfig(vocab_size=50304, max_position_embeddings=2048, mechanisms=mechanisms))
+    cost = estimate_model(HeadwaterConfig(vocab_size=50304, max_position_embeddings=2048, mechanisms=mechanisms))
     return sum(cost.parameters.values()), cost.at[0].training, cost.cache_bytes_per_token
 
 

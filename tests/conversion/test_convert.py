@@ -748,8 +748,8 @@ def test_the_command(written, tmp_path, run, dtype):
     code, printed, said = run(*arguments)
     assert code == 0, said
     result = json.loads((out / "conversion.json").read_text())
-    prices = [result["price"][side]["cache_bytes_per_token"] for side in ("before", "after")]
-    assert prices == sizes
+    measured = [result["price"][side]["cache_bytes_per_token"] for side in ("before", "after")]
+    assert measured == sizes
     assert open_trained(out).model.dtype == dtype
     settings = load_recipe(out / "recipe.yaml").data
     data = settings.model_copy(update={"held_out_rows": None}).build()

@@ -317,7 +317,7 @@ def test_training_draws_the_numbers_of_all_tokens():
     assert_near(*found, 1e-12)
 
 
-# Its price
+# Its cost
 
 
 @pytest.mark.parametrize(

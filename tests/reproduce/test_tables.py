@@ -18,7 +18,7 @@ from headwater_lab.data.corpus import DOCS, STDLIB, TOPICS
 from headwater_lab.evaluation.tasks import GROUPS, parse_tasks
 from headwater_lab.inspection.scalars import Census
 from headwater_lab.papers.arms import SizedArm, find_arm, list_references
-from headwater_lab.papers.price import estimate_price
+from headwater_lab.papers.estimate import estimate_cost
 from headwater_lab.papers.table import SCALES, Pair, PaperTable, counts_steps, find_table, read_tables
 from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.recipe import Recipe
@@ -72,8 +72,8 @@ def arms(name: str, scale: str) -> list[SizedArm]:
     return list(filter(None, (find_arm(table, scale, read, reference) for reference in list_references(table))))
 
 
-def priced(name: str, scale: str) -> tuple[float, float]:
-    return estimate_price(arms(name, scale), scale)
+def estimated(name: str, scale: str) -> tuple[float, float]:
+    return estimate_cost(arms(name, scale), scale)
 
 
 def test_there_is_a_file_for_each_table_that_reports_an_experiment():
@@ -346,7 +346,7 @@ def paths(folder: str) -> list[str]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(name for name, scale in TRAINED if scale == "cpu"))
 def test_cpu_scale_takes_no_longer_than_its_option_says(name):
-    found = priced(name, "cpu")
+    found = estimated(name, "cpu")
     assert found[0] > 1e11
     on_images = name in ("tokenformer/table-2", "tokenformer/table-4", "tokenformer/table-5")
     times = r"minutes to ([\d.]+) hours on two cores"
@@ -360,7 +360,7 @@ def test_cpu_scale_takes_no_longer_than_its_option_says(name):
 @pytest.mark.parametrize("name", sorted(name for name, scale in TRAINED if scale == "gpu"))
 def test_gpu_scale_is_a_day_at_most(name):
     """24 hours of an H100 at an MFU of 0.4, and what the setting says."""
-    found = priced(name, "gpu")
+    found = estimated(name, "gpu")
     hours = found[0] / (find_hardware("H100").peak(Precision.BF16_MIXED) * 0.4 * 3600)
     assert found[1] == pytest.approx(hours)
     assert hours <= 24
@@ -393,27 +393,27 @@ def parameters(place: SizedArm) -> int:
     return sum(cost.parameters(last).values())
 
 
-def test_a_price_is_that_of_the_matmuls_of_all_seeds():
+def test_an_estimate_is_that_of_the_matmuls_of_all_seeds():
     """GPT-2's by hand: 12 L D² weights in its maps, D V in its head, and on average half of the context before it."""
     name = "skip-layer/table-1"
     vanilla = at(name, "cpu", "vanilla")
     layers, width, vocabulary, length, tokens = 12, 64, 257, 128, 400 * 16 * 128
     forward = 2 * (12 * layers * width**2 + vocabulary * width) + 4 * layers * width * (length + 1) / 2
-    assert estimate_price([vanilla], "cpu")[0] == pytest.approx(3 * forward * tokens * 8, rel=1e-3)
+    assert estimate_cost([vanilla], "cpu")[0] == pytest.approx(3 * forward * tokens * 8, rel=1e-3)
     other = at(name, "cpu", "9 layers")
-    assert estimate_price([vanilla, other, vanilla], "cpu")[0] == pytest.approx(
-        estimate_price([vanilla], "cpu")[0] + estimate_price([other], "cpu")[0]
+    assert estimate_cost([vanilla, other, vanilla], "cpu")[0] == pytest.approx(
+        estimate_cost([vanilla], "cpu")[0] + estimate_cost([other], "cpu")[0]
     )
 
 
-def test_a_price_of_images_is_that_of_their_patches():
+def test_an_estimate_of_images_is_that_of_their_patches():
     """A vision Transformer's by hand: 16 patches, each of which attends to all, and no rows of tokens."""
     vit = at("tokenformer/table-2", "cpu", "ViT-B/16")
     layers, width, patches, classes, images = 4, 64, 16, 36, 1500 * 64
     block = 12 * width**2 * 2 + 4 * width * patches
     forward = patches * (layers * block + 2 * width * 4 * 4) + 2 * width * classes
     runs = 6 + 4  # seeds, and rates
-    assert estimate_price([vit], "cpu")[0] == pytest.approx(3 * forward * images * runs, rel=1e-3)
+    assert estimate_cost([vit], "cpu")[0] == pytest.approx(3 * forward * images * runs, rel=1e-3)
 
 
 def test_matched_image_models_are_alike_in_size():
@@ -433,8 +433,8 @@ def test_matched_image_models_are_alike_in_size():
 def test_stages_that_arms_share_are_paid_for_once():
     name = "tokenformer/table-6"
     smaller, larger = (at(name, "cpu", f"grown {size} 30B") for size in ("354M", "757M"))
-    assert 0 < estimate_price([smaller], "cpu")[0] < estimate_price([larger], "cpu")[0]
-    assert estimate_price([smaller, larger], "cpu")[0] == estimate_price([larger], "cpu")[0]
+    assert 0 < estimate_cost([smaller], "cpu")[0] < estimate_cost([larger], "cpu")[0]
+    assert estimate_cost([smaller, larger], "cpu")[0] == estimate_cost([larger], "cpu")[0]
 
 
 def test_folders_are_those_of_compare(tmp_path):

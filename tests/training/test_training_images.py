@@ -18,7 +18,7 @@ from headwater_lab.cli import main
 from headwater_lab.recipe.recipe import parse, read_data
 from headwater_lab.recipe.start_section import Start
 from headwater_lab.serving.prediction import load_for_prediction, predict_images
-from headwater_lab.training import model_estimates as priced
+from headwater_lab.training import model_estimates
 from headwater_lab.training.checkpoints import list_checkpoints, load_model, newest_checkpoint
 from headwater_lab.training.loop import smooth_labels, train
 from headwater_lab.training.model_changes import check_classes, describe_refit, list_refits
@@ -82,7 +82,7 @@ def test_a_cut_run_resumes_to_the_same_end(make, finished, tmp_path, step):
 
 @pytest.mark.parametrize(("name", "classes"), [("digits", 10), ("glyphs", 36), ("imagenet-b16", 1000)])
 def test_shipped_recipes_are_planned_without_their_data(name, classes):
-    found = priced.plan_models([f"vision/{name}"])
+    found = model_estimates.plan_models([f"vision/{name}"])
     assert {one.config.num_labels for one in found.values()} == {classes}
 
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import headwater_lab as lab
 from headwater import HeadwaterForImageClassification
 from headwater.cost import counts as cost
-from headwater.cost import price
+from headwater.cost import estimate_model
 from headwater.plugins.registry import MECHANISMS, resolve
 from headwater.util.precision import Precision
 from headwater_lab.util.machine_speed import find_hardware
@@ -67,7 +67,7 @@ def test_activations_are_those_autograd_keeps(name):
 
 def test_what_fits_and_how_long_it_takes():
     config, device = vision_config(), find_hardware("H100")
-    one = price(config, batch=2, hardware=device, images=1e9, devices=4, precision="32-true", mfu=0.5)
+    one = estimate_model(config, batch=2, hardware=device, images=1e9, devices=4, precision="32-true", mfu=0.5)
     (at,) = one.at
     assert (at.image_size, at.context) == ((9, 16), 13)
     assert at.activation_bytes == sum(cost.activation_bytes(config, 13, 2).values())

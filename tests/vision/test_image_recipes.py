@@ -1,10 +1,10 @@
-"""Recipes of images are priced without reading an image."""
+"""Recipes of images are estimated without reading an image."""
 
 from pathlib import Path
 
 import pytest
 
-from headwater.cost import price
+from headwater.cost import estimate_model
 from headwater.util.errors import HeadwaterError
 from headwater_lab.training.model_estimates import plan_models
 
@@ -21,7 +21,7 @@ def test_a_recipe_of_images_has_the_classes_of_its_data(name, classes):
 
 def test_arms_are_matched_as_the_paper_matches_them():
     found = plan_models([RECIPES / "cpu/tokenformer-glyphs.yaml"])
-    counts = {name: sum(price(one.config).parameters.values()) for name, one in found.items()}
+    counts = {name: sum(estimate_model(one.config).parameters.values()) for name, one in found.items()}
     assert counts["TokenFormer, matched"] == pytest.approx(counts["ViT"], rel=0.02)
 
 

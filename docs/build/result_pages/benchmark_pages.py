@@ -21,13 +21,13 @@ DECODING_TIME = "decoding time per token, times vanilla's"
 
 
 @functools.cache
-def read_prices() -> dict[str, dict[str, Mapping[str, Any]]]:
+def read_arm_costs() -> dict[str, dict[str, Mapping[str, Any]]]:
     """Measured costs of arms, by experiment and arm."""
-    prices: dict[str, dict[str, Mapping[str, Any]]] = {}
+    costs: dict[str, dict[str, Mapping[str, Any]]] = {}
     for measurement in read_measurements("cpu-prices.json"):
         if match := re.match(r"experiment ([\w/-]+), against", measurement["setting"]):
-            prices[match[1]] = {row["arm"]: row for row in measurement["rows"]}
-    return prices
+            costs[match[1]] = {row["arm"]: row for row in measurement["rows"]}
+    return costs
 
 
 @functools.cache

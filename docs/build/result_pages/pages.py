@@ -15,7 +15,7 @@ from headwater_lab.reports.comparison import Comparison
 from headwater_lab.reports.words import result_rows
 
 from . import benchmark_pages, svg
-from .benchmark_pages import TRAINING_TIME, read_prices, render_measurements
+from .benchmark_pages import TRAINING_TIME, read_arm_costs, render_measurements
 from .judging import (
     COMPUTED,
     COUNTED_EXACTLY,
@@ -244,8 +244,8 @@ def _describe_source(table: TableResult) -> Source:
 
 def _write_time(comparison: Comparison, arm: str) -> str:
     """Write an arm's training time per token over the baseline's, measured in interleaved turns; '' if it was not."""
-    prices = read_prices()
-    rows = prices.get(comparison.name) or prices.get(f"{comparison.name}/long", {})
+    costs = read_arm_costs()
+    rows = costs.get(comparison.name) or costs.get(f"{comparison.name}/long", {})
     row = rows.get(arm)
     if row is None:
         return ""
@@ -313,7 +313,7 @@ def write_shared_page(folder: Path = RESULTS / "shared") -> str:
 
 def _describe_absent(comparison: Comparison) -> str:
     arms = {summary.arm for summary in comparison.summaries}
-    absent = [arm for arm in read_prices().get(comparison.name, ()) if arm not in arms]
+    absent = [arm for arm in read_arm_costs().get(comparison.name, ()) if arm not in arms]
     if not absent:
         return ""
     return f"Runs of these arms are not in the repository, but their claims are below: {', '.join(absent)}."

@@ -89,12 +89,12 @@ def fill_cell(file: str, title: str, row: str, column: str) -> str:
     return text if "−" in text else text.replace("+", "")
 
 
-def fill_price(experiment: str, arm: str) -> str:
-    return f"{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.TRAINING_TIME]:.2f}"
+def fill_training_time(experiment: str, arm: str) -> str:
+    return f"{benchmark_pages.read_arm_costs()[experiment][arm][benchmark_pages.TRAINING_TIME]:.2f}"
 
 
 def fill_decoding(experiment: str, arm: str) -> str:
-    return f"{benchmark_pages.read_prices()[experiment][arm][benchmark_pages.DECODING_TIME]:.2f}"
+    return f"{benchmark_pages.read_arm_costs()[experiment][arm][benchmark_pages.DECODING_TIME]:.2f}"
 
 
 def fill_gpu(device: str, phase: str, row: str, key: str) -> str:
@@ -136,7 +136,7 @@ FILLERS: dict[str, Callable[..., str]] = {
     "verdict": fill_verdict,
     "arm": fill_arm,
     "cell": fill_cell,
-    "price": fill_price,
+    "price": fill_training_time,
     "decoding": fill_decoding,
     "gpu": fill_gpu,
     "minutes": fill_minutes,

@@ -1,5 +1,5 @@
 """Cost of training and running a config on given hardware, from `counts`. Nothing is built."""
 
-from headwater.cost.estimate import Price, price
+from headwater.cost.estimate import ModelEstimate, estimate_model
 
-__all__ = ["Price", "price"]
+__all__ = ["ModelEstimate", "estimate_model"]

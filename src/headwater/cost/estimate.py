@@ -62,8 +62,8 @@ class AtContext:
 
 
 @dataclass(frozen=True)
-class Price:
-    """The price of one config.
+class ModelEstimate:
+    """The estimated cost of one config.
 
     tokens, images: the training budget, of text or of images.
     devices_needed: over how many the training state must be sharded to fit; None without hardware.
@@ -100,7 +100,7 @@ class Price:
         return asdict(self) | {"total_parameters": sum(self.parameters.values())}
 
 
-def price(
+def estimate_model(
     config: HeadwaterConfig,
     *,
     name: str = "model",
@@ -117,8 +117,8 @@ def price(
     masked: Collection[int] = (),
     averages: bool = False,
     teacher: HeadwaterConfig | None = None,
-) -> Price:
-    """Price a config of text or images.
+) -> ModelEstimate:
+    """Estimate the cost of a config of text or images.
 
     context: of text, tokens per row, one or several; default: the config's max_position_embeddings. batch: rows, or
     sequences being generated, or images. tokens, images: the training budget of either kind. precision: as in recipes;
@@ -158,7 +158,7 @@ def price(
             **(running if of_images else _limit_generation(config, device, length, batch, precision)),
         )
 
-    def price_at(length: int) -> AtContext:
+    def estimate_at(length: int) -> AtContext:
         forward = cost.forward_flops(config, length)
         flops = sum(forward.values())
         image_size = (
@@ -175,7 +175,7 @@ def price(
             **(image_size or _count_text(config, length, batch, element, teacher)),
         )
 
-    return Price(
+    return ModelEstimate(
         name=name,
         shape=_describe_shape(config),
         precision=precision,
@@ -193,7 +193,7 @@ def price(
         masked=sorted({*masked} & {*lengths}),
         cache_bytes_per_token=cost.cache_bytes_per_token(config, element),
         last_token_layers=0 if of_images else config.num_hidden_layers - output_only_from(config, plan_layers(config)),
-        at=[price_at(length) for length in lengths],
+        at=[estimate_at(length) for length in lengths],
     )
 
 
@@ -231,7 +231,7 @@ def _refuse_unread(of_images: bool, settings: Mapping[str, Any]) -> None:
 
 
 def _list_lengths(config: HeadwaterConfig, context: Any) -> list[Any]:
-    """The tokens in a row to price a model at, not yet checked."""
+    """The tokens in a row to estimate a model at, not yet checked."""
     if isinstance(config, HeadwaterVisionConfig):
         return [config.tokens]
     if context is None:

@@ -19,12 +19,12 @@ from headwater.util.files import check_free, replace_text, sha256_of
 from headwater_lab.api.common import describe_written, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
 from headwater_lab.api.training import watch_training
-from headwater_lab.comparison.prices import choose_device
+from headwater_lab.comparison.arm_costs import choose_device
 from headwater_lab.data.base import Data
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import change_recipe, load_recipe
 from headwater_lab.training.checkpoints import FOLDER, newest_checkpoint, read_history
-from headwater_lab.training.model_estimates import ConversionPrice, price_conversion, read_count
+from headwater_lab.training.model_estimates import ConversionEstimate, estimate_conversion, read_count
 from headwater_lab.training.processes import autocast_forward, connect_processes
 from headwater_lab.training.records import CONTROL, CONVERSION, RunRecord
 from headwater_lab.training.run_folder import check_ours, mark_folder
@@ -98,19 +98,19 @@ def convert(
     )
     dtype = trained.model.dtype
     element, config = dtype.itemsize, trained.model.config
-    price_conversion(recipe, config, element)  # raises before the text is read
+    estimate_conversion(recipe, config, element)  # raises before the text is read
     built = _build_data(recipe, checkpoint, source, text)
     check_tokenizer(source, config, trained.tokenizer, built)
     rows = getattr(built, "held_out_rows", 0)
-    price = price_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
-    _say_price(price, recipe, watch)
-    _tell_passes(price, built, watch)
+    estimate = estimate_conversion(recipe, config, element, rows, build_control(recipe) if control else None)
+    _say_estimate(estimate, recipe, watch)
+    _tell_passes(estimate, built, watch)
     if only_plan:
-        watch.say(_write_time(price, recipe, trained.model, built.context))
+        watch.say(_write_time(estimate, recipe, trained.model, built.context))
         return None
-    if price.rows < rows:
-        watch.tell(f"Measuring on the way uses {price.rows:,} of {rows:,} held-out rows.")
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"held_out_rows": price.rows})})
+    if estimate.rows < rows:
+        watch.tell(f"Measuring on the way uses {estimate.rows:,} of {rows:,} held-out rows.")
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"held_out_rows": estimate.rows})})
     runs = [(recipe, out), *([(build_control(recipe), out / CONTROL)] if control else [])]
     with connect_processes(recipe, out) as fabric:  # raises if the device cannot be used
         device = fabric.device
@@ -119,13 +119,13 @@ def convert(
         _copy_source(checkpoint, trained)
         if text is None and (warning := warn_changed_data(trained, built)):
             watch.tell(f"{warning} Pass another text with --text.")
-        content = _describe_origin(source, checkpoint, built) | {"price": asdict(price)}
+        content = _describe_origin(source, checkpoint, built) | {"price": asdict(estimate)}
         measures = _read_measures(out, content)
         if not measures:
             original = trained.model.to(device)
             measures["before"] = measure_held_out("measuring the original", original, built, watch)
             _write_content(out, content | measures)
-            watch.tell(_write_time(price, recipe, original, built.context))
+            watch.tell(_write_time(estimate, recipe, original, built.context))
             del original
         keep_contents(out)  # an interrupted conversion continues from here
         del trained
@@ -144,7 +144,7 @@ def convert(
                 _write_content(out, content | measures)
         curve = list_healing(records[0])
         _write_content(out, content | measures | {"curve": curve})
-        _report_conversion(out, records[0], price, measures, curve, watch)
+        _report_conversion(out, records[0], estimate, measures, curve, watch)
     return records[0]
 
 
@@ -306,10 +306,10 @@ def _write_start(target: Path, record: RunRecord, dtype: torch.dtype) -> Path:
     return checkpoint
 
 
-def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None:
+def _say_estimate(estimate: ConversionEstimate, recipe: Recipe, watch: Observer) -> None:
     distillation = recipe.training.distillation
     teacher = "the original" if distillation is None or distillation.teacher is None else "the teacher"
-    sides = priced.before, priced.after
+    sides = estimate.before, estimate.after
     rows = [
         ["cache, bytes a token", *(f"{side['cache_bytes_per_token']:,}" for side in sides)],
         ["cache of a row", *(f"{si(side['cache_bytes'])}B" for side in sides)],
@@ -317,24 +317,24 @@ def _say_price(priced: ConversionPrice, recipe: Recipe, watch: Observer) -> None
         ["parameters", *(f"{side['parameters']:,}" for side in sides)],
     ]
     watch.say(lined("", "before", "after", rows=rows))
-    costs = ", ".join(f"{name} {flops:.3g}" for name, flops in priced.flops.items())
-    teacher_share = f", of which {teacher} {si(priced.teacher_bytes)}B" if priced.teacher_bytes else ""
+    costs = ", ".join(f"{name} {flops:.3g}" for name, flops in estimate.flops.items())
+    teacher_share = f", of which {teacher} {si(estimate.teacher_bytes)}B" if estimate.teacher_bytes else ""
     watch.say(
-        f"healing on {priced.tokens:,} tokens: {sum(priced.flops.values()):.3g} FLOPs ({costs}); about "
-        f"{si(priced.step_bytes)}B of memory in a step{teacher_share}"
+        f"healing on {estimate.tokens:,} tokens: {sum(estimate.flops.values()):.3g} FLOPs ({costs}); about "
+        f"{si(estimate.step_bytes)}B of memory in a step{teacher_share}"
     )
 
 
-def _tell_passes(priced: ConversionPrice, data: Data, watch: Observer) -> None:
+def _tell_passes(estimate: ConversionEstimate, data: Data, watch: Observer) -> None:
     """Tell that healing repeats the text too often."""
-    if (passes := priced.tokens / (data.description.get("train_tokens") or math.inf)) > PASSES:
+    if (passes := estimate.tokens / (data.description.get("train_tokens") or math.inf)) > PASSES:
         watch.tell(
             f"Healing reads the text {passes:.1f} times; beyond {PASSES}, repeated text is worth little "
             "(arXiv 2305.16264). Pass more text, or a smaller --heal."
         )
 
 
-def _write_time(priced: ConversionPrice, recipe: Recipe, model: HeadwaterForCausalLM, context: int) -> str:
+def _write_time(estimate: ConversionEstimate, recipe: Recipe, model: HeadwaterForCausalLM, context: int) -> str:
     """Write how long a conversion takes at the speed of a pass through the original in the precision of training."""
     try:
         device = torch.device(usable_device(str(choose_device(recipe))))
@@ -348,14 +348,14 @@ def _write_time(priced: ConversionPrice, recipe: Recipe, model: HeadwaterForCaus
             float(model(ids, use_cache=False).logits[0, -1, 0])
             seconds = time.perf_counter() - started
     flops = ids.numel() * sum(forward_flops(model.config, context).values())
-    whole = timedelta(seconds=round(sum(priced.flops.values()) / flops * seconds))
+    whole = timedelta(seconds=round(sum(estimate.flops.values()) / flops * seconds))
     return f"The conversion computes for about {whole} on this machine; fitting and saving come on top."
 
 
 def _report_conversion(
     target: Path,
     record: RunRecord,
-    priced: ConversionPrice,
+    estimate: ConversionEstimate,
     measures: dict[str, dict[str, float]],
     curve: list[dict[str, float]],
     watch: Observer,
@@ -377,7 +377,7 @@ def _report_conversion(
             f"The smaller model has seen {record.tokens:,} tokens more than the original; for a fair comparison, train "
             "the original on the same tokens with --control."
         )
-    metric = f"{record.metric.replace('_', ' ')} on {priced.rows:,} held-out rows"
+    metric = f"{record.metric.replace('_', ' ')} on {estimate.rows:,} held-out rows"
     columns = ("tokens of healing", "cache, bytes a token (fp32)", metric)
     rows = [(f"{p['tokens']:,}", f"{p['cache_bytes_per_token']:,}", f"{p[record.metric]:.4f}") for p in curve]
     watch.say(lined(*columns, rows=rows))

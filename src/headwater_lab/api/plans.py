@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
-from headwater.cost import Price
+from headwater.cost import ModelEstimate
 from headwater.plugins import outside
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
 from headwater_lab.recipe.recipe import Recipe
-from headwater_lab.training.model_estimates import plan_models, price_models
+from headwater_lab.training.model_estimates import estimate_models, plan_models
 from headwater_lab.util.terminal import counted, si
 
 if TYPE_CHECKING:
@@ -22,31 +22,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Result):
-    """Prices of text models or of image models; runs: those of the comparisons among them, by the recipe's name."""
+    """Estimates of text models or of image models.
 
-    prices: list[Price]
+    runs: what the runs of the comparisons among them cost, by the recipe's name.
+    """
+
+    estimates: list[ModelEstimate]
     runs: dict[str, list[RunCost]] = field(default_factory=dict)
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per model and context or image size."""
         return [
             {
-                "model": price.name,
-                "context": estimate.context,
-                "image_size": estimate.image_size,
-                "parameters": sum(price.parameters.values()),
-                f"training_flops_per_{price.unit}": estimate.training,
-                "cache_bytes_per_token": price.cache_bytes_per_token,
-                "cache_bytes": estimate.cache_bytes,
-                "activation_bytes": estimate.activation_bytes,
-                "days": estimate.limits and estimate.limits.days,
+                "model": estimate.name,
+                "context": at.context,
+                "image_size": at.image_size,
+                "parameters": sum(estimate.parameters.values()),
+                f"training_flops_per_{estimate.unit}": at.training,
+                "cache_bytes_per_token": estimate.cache_bytes_per_token,
+                "cache_bytes": at.cache_bytes,
+                "activation_bytes": at.activation_bytes,
+                "days": at.limits and at.limits.days,
             }
-            for price in self.prices
-            for estimate in price.at
+            for estimate in self.estimates
+            for at in estimate.at
         ]
 
     def __repr__(self) -> str:
-        sizes = [f"{price.name} {si(sum(price.parameters.values()))}" for price in self.prices]
+        sizes = [f"{estimate.name} {si(sum(estimate.parameters.values()))}" for estimate in self.estimates]
         further = f" and {len(sizes) - 6} more" if len(sizes) > 6 else ""
         return f"Plan of {counted(len(sizes), 'model')} by parameters: {', '.join(sizes[:6])}{further}"
 
@@ -69,15 +72,12 @@ def plan(
     if unknown := [name for name in settings if name not in PlanSettings.__annotations__]:
         raise HeadwaterError(f"plan has no setting {unknown[0]!r}; {nearest(unknown[0], PlanSettings.__annotations__)}")
     planned = plan_models(models, overrides, vocab_size)
-    prices = price_models(planned, **settings)
+    estimates = estimate_models(planned, **settings)
     recipes = {id(model.recipe): model.recipe for model in planned.values() if model.recipe is not None}
     compared = [recipe for recipe in recipes.values() if recipe.compare is not None]
-    return Plan(prices, _price_comparisons(compared, vocab_size, prices[0]) if compared else {})
+    if not compared:
+        return Plan(estimates)
+    from headwater_lab.comparison.run_costs import count_run_costs  # plain models do not need this package
 
-
-def _price_comparisons(recipes: Sequence[Recipe], vocab_size: int | None, price: Price) -> dict[str, list[RunCost]]:
-    """Price the runs of comparisons, by the recipe's name."""
-    from headwater_lab.comparison.run_costs import price_runs  # plain models do not need this package
-
-    runs = {recipe.name: price_runs(recipe, vocab_size, price) for recipe in recipes}
-    return {name: costs for name, costs in runs.items() if costs}
+    runs = {recipe.name: count_run_costs(recipe, vocab_size, estimates[0]) for recipe in compared}
+    return Plan(estimates, {name: costs for name, costs in runs.items() if costs})

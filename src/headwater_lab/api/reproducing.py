@@ -20,8 +20,8 @@ from headwater_lab.api.observer import Observer, choose_observer
 from headwater_lab.comparison.pool import Outcome
 from headwater_lab.comparison.trials import make_slug
 from headwater_lab.papers.arms import FIRST_NODE
+from headwater_lab.papers.estimate import DEVICES, estimate_cost
 from headwater_lab.papers.kept import keep_runs, read_runs, restore_runs
-from headwater_lab.papers.price import DEVICES, estimate_price
 from headwater_lab.papers.result import (
     Reproduction,
     claims_caption,
@@ -192,7 +192,7 @@ def _describe_cost(work: Work) -> str:
     missing = len(work.list_missing())
     if not missing:
         return f"all {work.runs} runs are finished"
-    flops, hours = estimate_price(work.trained_arms, work.scale)
+    flops, hours = estimate_cost(work.trained_arms, work.scale)
     finished = f", {work.runs - missing} of them finished" if missing < work.runs else ""
     return (
         f"{counted(work.runs, 'run')}{finished}; {flops:.2g} FLOPs in total, about {write_duration(hours)} of "
@@ -232,7 +232,7 @@ def list_tables(papers: Sequence[str], folder: Path) -> Table:
                 cells.append("nothing")
                 continue
             work = prepare_work(name, scale, folder)
-            time = write_duration(estimate_price(work.trained_arms, scale)[1])
+            time = write_duration(estimate_cost(work.trained_arms, scale)[1])
             note = "; cannot show it" if settings.cannot_show else ""
             cells.append(f"{time}, {work.runs - len(work.list_missing())}/{work.runs}{note}")
         listing.add_row(name, table.title, *cells, write_verdicts(shipped.get(name, {})))

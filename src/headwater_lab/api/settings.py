@@ -5,7 +5,7 @@ from typing import TypedDict
 
 
 class PlanSettings(TypedDict, total=False):
-    """Options of `lab.plan` and `headwater plan`, which pass them to `headwater.cost.price`.
+    """Options of `lab.plan` and `headwater plan`, which pass them to `headwater.cost.estimate_model`.
 
     context: Tokens per row; repeatable (in Python, a number or a list). Default: the first model's own.
     batch: Rows per batch and device, or sequences to generate at a time. Default: the first recipe's, or 1.

@@ -163,11 +163,11 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
     overrides: dotted.key=value overrides of the recipe.
     out: The folder of its comparison, run or not; default: runs/NAME, as in compare.
     """
+    from headwater_lab.comparison.arm_costs import measure_arm_costs
     from headwater_lab.comparison.budget import match_arms
-    from headwater_lab.comparison.prices import measure_prices
     from headwater_lab.comparison.trials import find_folder
     from headwater_lab.recipe.recipe_files import read_recipe
-    from headwater_lab.reports.price_tables import terminal_prices
+    from headwater_lab.reports.cost_tables import make_cost_table
 
     loaded = match_arms(read_recipe(recipe, overrides))
     out = out or Path("runs") / loaded.name
@@ -178,7 +178,7 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
         folder = find_folder(loaded, size, out)
         folder.mkdir(parents=True, exist_ok=True)
         arms = {arm: loaded.arm(arm, section.seeds[0], size) for arm in section.arms}
-        say(terminal_prices(measure_prices(arms, section.baseline, folder, tell)))
+        say(make_cost_table(measure_arm_costs(arms, section.baseline, folder, tell)))
 
 
 def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:

@@ -94,11 +94,11 @@ def show_report(folder: Path, formats: Sequence[str] | None = None) -> None:
 def print_comparison(comparison: Comparison) -> None:
     """Print the tables of a comparison and the sentence about it."""
     from headwater_lab.reports import words
-    from headwater_lab.reports.price_tables import find_prices, terminal_prices
+    from headwater_lab.reports.cost_tables import find_arm_costs, make_cost_table
 
     say(*words.result_tables(comparison))
-    if prices := find_prices(comparison):
-        say(prices if isinstance(prices, str) else terminal_prices(prices))
+    if costs := find_arm_costs(comparison):
+        say(costs if isinstance(costs, str) else make_cost_table(costs))
     say(Prose(words.state_answer(comparison)), *words.list_left_out(comparison), "")
 
 

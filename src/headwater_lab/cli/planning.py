@@ -29,8 +29,8 @@ def plan_models(
 
     models, changes = split_overrides(configs)
     planned = plan(*models, overrides=changes, vocab_size=vocab_size, **settings)
-    prices, unit = planned.prices, f"{planned.prices[0].unit}s"
-    print_result([price.to_json() for price in prices], [estimate_table(prices)], json, indent=2)
+    estimates, unit = planned.estimates, f"{planned.estimates[0].unit}s"
+    print_result([estimate.to_json() for estimate in estimates], [estimate_table(estimates)], json, indent=2)
     if json or not planned.runs:
         return
     from headwater_lab.comparison.run_costs import tabulate_costs
@@ -38,7 +38,7 @@ def plan_models(
     from headwater_lab.recipe.recipe_files import read_recipe
 
     for name, costs in planned.runs.items():
-        say(tabulate_costs(name, costs, unit, prices[0]))
+        say(tabulate_costs(name, costs, unit, estimates[0]))
     for recipe in [name for name in models if name.endswith((".yaml", ".yml"))]:
         if runs := describe_runs(read_recipe(recipe)):
             tell(runs)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headwater.cost.counts import training_flops
-from headwater.cost.estimate import Price
+from headwater.cost.estimate import ModelEstimate
 from headwater_lab.comparison.trials import Trial, find_trunks, list_trials, list_tuning_trials
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.training.model_estimates import find_config, find_teacher
@@ -35,12 +35,15 @@ class RunCost:
         return 1 - self.flops / self.alone
 
 
-def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | None = None) -> list[RunCost]:
-    """Price the runs of a recipe's comparison: of tuning, of each size, and all; none if `compare` could not train it,
-    or it has stages.
+def count_run_costs(
+    recipe: Recipe, vocab_size: int | None = None, estimate: ModelEstimate | None = None
+) -> list[RunCost]:
+    """Count the cost of the runs of a comparison: of tuning, of each size, and all.
 
-    Runs are priced as written, before `compare.match`, and those of `compare.sequential` with all seeds.
-    price: of a model, for the hardware, its precision and the assumed share of its peak. Raises `HeadwaterError`.
+    None if `compare` could not train the recipe, or it has stages.
+
+    Runs are counted as written, before `compare.match`, and those of `compare.sequential` with all seeds.
+    estimate: of a model, for the hardware, its precision and the assumed share of its peak. Raises `HeadwaterError`.
     """
     section = recipe.compare
     if section is None or recipe.training.devices * recipe.training.nodes > 1:
@@ -61,19 +64,19 @@ def price_runs(recipe: Recipe, vocab_size: int | None = None, price: Price | Non
 
     groups: dict[str, list[RunCost]] = {}
     if tries := list_tuning_trials(recipe, Path()):
-        groups[TUNING] = [cost for _, cost in _price_trials(tries, count_flops)]
-    for trial, cost in _price_trials(list_trials(recipe, Path()), count_flops):
+        groups[TUNING] = [cost for _, cost in _count_trial_costs(tries, count_flops)]
+    for trial, cost in _count_trial_costs(list_trials(recipe, Path()), count_flops):
         groups.setdefault(trial.experiment.size or recipe.name, []).append(cost)
     costs = [_sum_costs(name, group) for name, group in groups.items()]
     costs += [_sum_costs(ALL, costs)] if len(costs) > 1 else []
-    if price is None or price.hardware is None:
+    if estimate is None or estimate.hardware is None:
         return costs
-    speed = price.hardware.peak(price.precision) * price.mfu
+    speed = estimate.hardware.peak(estimate.precision) * estimate.mfu
     return [replace(cost, hours=cost.flops / speed / 3600) for cost in costs]
 
 
-def _price_trials(trials: Sequence[Trial], count: Callable[[Recipe], float]) -> Iterator[tuple[Trial, RunCost]]:
-    """Price each trial, which may branch off another one of them. count: the FLOPs per token or image of its model."""
+def _count_trial_costs(trials: Sequence[Trial], count: Callable[[Recipe], float]) -> Iterator[tuple[Trial, RunCost]]:
+    """Count the cost of each trial, which may branch off another. count: the FLOPs per token or image of its model."""
     trunks, recipes = find_trunks(trials), {trial.folder: trial.recipe for trial in trials}
     for trial in trials:
         recipe, trunk = trial.recipe, trunks.get(trial.folder)
@@ -88,14 +91,14 @@ def _sum_costs(name: str, costs: Sequence[RunCost]) -> RunCost:
     return RunCost(name, **{field: sum(getattr(cost, field) for cost in costs) for field in fields})
 
 
-def tabulate_costs(title: str, costs: list[RunCost], unit: str, price: Price) -> Table:
-    """Lay out the costs of runs. price: the price they were made with."""
+def tabulate_costs(title: str, costs: list[RunCost], unit: str, estimate: ModelEstimate) -> Table:
+    """Lay out the costs of runs. estimate: what their hours were counted with."""
     names = ["", "runs", unit, "FLOPs", "each run alone", "saved"]
     rows = [
         [cost.name, f"{cost.runs:,}", si(cost.units), f"{cost.flops:.3g}", f"{cost.alone:.3g}", f"{cost.saving:.0%}"]
         for cost in costs
     ]
-    if price.hardware is not None:
-        names.append(f"hours, {price.hardware.name}, MFU {price.mfu:g}")
+    if estimate.hardware is not None:
+        names.append(f"hours, {estimate.hardware.name}, MFU {estimate.mfu:g}")
         rows = [[*row, f"{cost.hours:.3g}"] for row, cost in zip(rows, costs, strict=True)]
     return lined(*names, rows=rows, title=f"All runs of {title}")

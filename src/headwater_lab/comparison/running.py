@@ -1,4 +1,4 @@
-"""Train a recipe's comparison: tuning, trials and prices."""
+"""Train a recipe's comparison: tuning, trials and costs of arms."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from headwater_lab.comparison.arm_costs import ArmCost, Tell, check_timeable, choose_device, measure_arm_costs
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.earlier import (
     adopt_experiment,
@@ -14,7 +15,6 @@ from headwater_lab.comparison.earlier import (
     find_earlier_runs,
 )
 from headwater_lab.comparison.pool import OnChange, Outcome, run_trials
-from headwater_lab.comparison.prices import ArmPrice, Tell, check_priced, choose_device, measure_prices
 from headwater_lab.comparison.rounds import run_sequentially
 from headwater_lab.comparison.trials import (
     ArmKey,
@@ -48,7 +48,7 @@ def run_comparison(
     """Train a recipe's comparison: tuning runs, then trials. Measure costs if `compare.costs` is set.
 
     Call it again to resume. workers: trials at a time; default `compare.workers`, else as `run_trials`. only: leave out
-    the trials of other arms and sizes. tell: called with a line for each arm whose price is measured, or whose best
+    the trials of other arms and sizes. tell: called with a line for each arm whose cost is measured, or whose best
     rate is the outermost. shared: `out` may hold runs of the same name with other settings or arms, since no table is
     made of all of them, and other comparisons may be written to it at the same time. Raises `HeadwaterError` as the
     recipe's parts do, if another process compares into `out`, and for runs below `out` that are not of this comparison;
@@ -60,7 +60,7 @@ def run_comparison(
         section = recipe.compare
         assert section is not None
         workers = workers or section.workers
-        priced = _list_priced(section, trials)
+        timed = _list_timed(section, trials)
         plan = make_plan(section)
         runs = find_earlier_runs(recipe, trials, out, shared)
         _check_models(trials)
@@ -77,22 +77,22 @@ def run_comparison(
         else:
             check_data(trials, trials)
             outcomes = run_trials(trials, workers, on_change)
-        measured: dict[tuple[str, str], ArmPrice] = {}
-        for size, arms in priced:
+        measured: dict[tuple[str, str], ArmCost] = {}
+        for size, arms in timed:
             if section.baseline in arms:
-                measure_prices(arms, section.baseline, find_folder(recipe, size, out), tell, measured)
+                measure_arm_costs(arms, section.baseline, find_folder(recipe, size, out), tell, measured)
         return outcomes
 
 
-def _list_priced(section: Compare, trials: Sequence[Trial]) -> list[tuple[str | None, dict[str, Recipe]]]:
-    """List the arms whose costs are measured, by size. Raises `HeadwaterError` as `check_priced`."""
-    priced: list[tuple[str | None, dict[str, Recipe]]] = [
+def _list_timed(section: Compare, trials: Sequence[Trial]) -> list[tuple[str | None, dict[str, Recipe]]]:
+    """List the arms whose costs are measured, by size. Raises `HeadwaterError` as `check_timeable`."""
+    timed: list[tuple[str | None, dict[str, Recipe]]] = [
         (size, {trial.experiment.arm: trial.recipe for trial in trials if trial.experiment.size == size})
         for size in (section.sizes or [None] if section.costs else [])
     ]
-    for _, arms in priced:
-        check_priced(arms)
-    return priced
+    for _, arms in timed:
+        check_timeable(arms)
+    return timed
 
 
 def _tune_rates(

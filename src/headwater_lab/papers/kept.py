@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from headwater.models.load import reading
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import explain_absence, replace_text
-from headwater_lab.comparison.prices import Tell
+from headwater_lab.comparison.arm_costs import Tell
 from headwater_lab.comparison.running import list_jobs
 from headwater_lab.comparison.trials import Trial, choose_rate, find_tried_rate, make_trial, make_tuning_trial
 from headwater_lab.papers.arms import RESTORED, finished_runs

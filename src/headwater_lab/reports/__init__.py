@@ -3,7 +3,7 @@
 comparison.py  which records belong together   words.py     tables and sentences
 curves.py      runs and their means            pictures.py  what matplotlib draws
 styles.py      colors, markers, dashes         recipes.py   changes of each arm
-numbers.py     rows of numbers                 price_tables.py   gains and what they cost
+numbers.py     rows of numbers                 cost_tables.py    gains and what they cost
 page.py        the page and its files          table_formats.py  CSV, Markdown, LaTeX
 """
 

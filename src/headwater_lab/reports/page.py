@@ -19,6 +19,7 @@ from headwater_lab.comparison.speedup import CONSTANTS, measure_speedups
 from headwater_lab.comparison.tuning import describe_edge, find_best_rate
 from headwater_lab.reports import words
 from headwater_lab.reports.comparison import Comparison, group_by_experiment, name_unit, read_comparisons
+from headwater_lab.reports.cost_tables import arm_cost_rows, find_arm_costs, where_measured
 from headwater_lab.reports.numbers import (
     list_arms,
     list_evaluations,
@@ -34,7 +35,6 @@ from headwater_lab.reports.pictures import (
     scaling_picture,
     speedup_picture,
 )
-from headwater_lab.reports.price_tables import find_prices, price_rows, where_measured
 from headwater_lab.reports.recipes import find_changes, flatten_settings
 from headwater_lab.reports.table_formats import TABLE_FORMATS, PageCell, PageTable, write_csv
 from headwater_lab.training.records import RunRecord, list_recordings
@@ -179,8 +179,8 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
             caption = f"Paired differences to {size.baseline}. {words.describe_columns(size)}"
             tables = [PageTable.from_rows(caption, words.difference_rows(size))]
             sections.append(Section(f"{file}-differences", titled("Differences", size), picture=picture, tables=tables))
-        if (prices := prices_part(size, f"{file}-prices", titled("Prices", size))) is not None:
-            sections.append(prices)
+        if (costs := costs_part(size, f"{file}-prices", titled("Prices", size))) is not None:
+            sections.append(costs)
     if comparison.tuning:
         rates, edges = rates_table(sizes)
         sections.append(Section(f"{name}-rates", "Learning rates", paragraphs=edges, tables=[rates]))
@@ -254,13 +254,13 @@ def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
     return (f"{text} chosen", "better") if chosen else text
 
 
-def prices_part(comparison: Comparison, name: str, title: str) -> Section | None:
+def costs_part(comparison: Comparison, name: str, title: str) -> Section | None:
     """Make the part on gains and their costs; None if costs were not measured."""
-    prices = find_prices(comparison)
-    if isinstance(prices, str):
-        return Section(name, title, [prices]) if prices else None
-    caption = f"What each arm costs. {where_measured(prices)}"
-    return Section(name, title, tables=[PageTable.from_rows(caption, price_rows(comparison, prices))])
+    costs = find_arm_costs(comparison)
+    if isinstance(costs, str):
+        return Section(name, title, [costs]) if costs else None
+    caption = f"What each arm costs. {where_measured(costs)}"
+    return Section(name, title, tables=[PageTable.from_rows(caption, arm_cost_rows(comparison, costs))])
 
 
 def scaling_parts(sizes: Sequence[Comparison], name: str) -> list[Section]:
@@ -339,7 +339,7 @@ def speedup_part(sizes: Sequence[Comparison], name: str) -> Section | None:
     for constants in CONSTANTS:
         chosen = [speedup for speedup in speedups if speedup.constants == constants]
         rows = words.speedup_rows(chosen, names)
-        caption = words.describe_speedups(constants, comparison.baseline, are_priced=len(times) == len(sizes))
+        caption = words.describe_speedups(constants, comparison.baseline, are_timed=len(times) == len(sizes))
         numbers = list_speedups(chosen, comparison)
         tables.append(PageTable(caption, ["", "", *names], rows, name=constants, numbers=numbers))
     return Section(name, "Speedup", picture=speedup_picture(speedups, names, comparison), tables=tables)
@@ -347,10 +347,10 @@ def speedup_part(sizes: Sequence[Comparison], name: str) -> Section | None:
 
 def _read_times(sizes: Sequence[Comparison]) -> dict[str, dict[str, float]]:
     """Read the measured times per token over the baseline's, by size and arm."""
-    prices = {str(size.size): find_prices(size) for size in sizes}
+    costs = {str(size.size): find_arm_costs(size) for size in sizes}
     return {
-        size: {arm: price.training.ratio for arm, price in measured.arms.items()}
-        for size, measured in prices.items()
+        size: {arm: cost.training.ratio for arm, cost in measured.arms.items()}
+        for size, measured in costs.items()
         if not isinstance(measured, str)
     }
 

@@ -158,14 +158,14 @@ def speedup_rows(speedups: Sequence[Speedup], sizes: Sequence[str]) -> list[list
     return rows
 
 
-def describe_speedups(constants: Constants, baseline: str, *, are_priced: bool) -> str:
+def describe_speedups(constants: Constants, baseline: str, *, are_timed: bool) -> str:
     """Describe the table of speedups with one kind of constants."""
     law = {
         "pinned": f"pinned to marin's E = {PINNED_E} and exponent {PINNED_EXPONENT}, of runs with 1e18 to 3e20 FLOPs",
         "fitted": f"fitted to {baseline} at the sizes with as many tokens per parameter, or else parameters",
     }[constants]
     beyond = " * Beyond the sizes trained." if constants == "fitted" else ""
-    clock = "timed in alternation, as under Prices" if are_priced else "of the runs, which other work slows down"
+    clock = "timed in alternation, as under Prices" if are_timed else "of the runs, which other work slows down"
     return (
         f"The compute that {baseline} needs for each arm's loss, over what the arm had of tokens, FLOPs or time; "
         f"constants {law}. Effective: FLOPs divided by tokens/s, as marin defines it. Times: {clock}. Intervals: 95 % "

@@ -1,4 +1,4 @@
-"""Price models before training, as `headwater plan` and `lab.plan` do: read their names and options."""
+"""Estimate models before training, as `headwater plan` and `lab.plan` do: read their names and options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.conversion import config_of
 from headwater.conversion.convert import blend_options
-from headwater.cost import Price, price
+from headwater.cost import ModelEstimate, estimate_model
 from headwater.cost import counts as cost
 from headwater.cost.estimate import read_precision
 from headwater.cost.hardware import Hardware
@@ -48,7 +48,7 @@ _HINT = "name a preset, a recipe, a config.json or a checkpoint"
 _FACTORS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Training settings of a model without a recipe, unless overrides change them.
 _DEFAULTS = {"data": {"kind": "induction"}, "training": {"batch_size": 1, "precision": "bf16-mixed"}}
-# Fields of `training:` that affect a price. With a recipe, those of its budget and its attention kernel do too.
+# Fields of `training:` that affect an estimate. With a recipe, those of its budget and its attention kernel do too.
 _DECISIVE = {
     *("precision", "devices", "nodes", "batch_size", "gradient_checkpointing", "loss_chunk_tokens", "ema_decay"),
 }
@@ -58,8 +58,8 @@ _DECISIVE_IN_RECIPES = _DECISIVE | {
 
 
 @dataclass(frozen=True)
-class ConversionPrice:
-    """The cost and savings of a conversion.
+class ConversionEstimate:
+    """The estimated cost and savings of a conversion.
 
     before, after: the model's parameters, and bytes of its weights and of its cache, in the precision of the weights;
     cache_bytes is of a sequence of the recipe's context. flops: of healing, by stage, with the teacher's; of the
@@ -80,10 +80,10 @@ class ConversionPrice:
 MEASURING = 0.1
 
 
-def price_conversion(
+def estimate_conversion(
     recipe: Recipe, config: HeadwaterConfig, element: int, held_out_rows: int = 0, control: Recipe | None = None
-) -> ConversionPrice:
-    """Price a recipe that converts a model of this config, and the recipe of its control.
+) -> ConversionEstimate:
+    """Estimate a recipe that converts a model of this config, and the recipe of its control.
 
     element: bytes of the model's numbers. held_out_rows: all rows of held-out data.
     Raises `HeadwaterError` if the model cannot be converted, or if its teacher, by default itself, cannot be read.
@@ -92,12 +92,12 @@ def price_conversion(
     configs = recipe.configs(config if recipe.start is None else changed_config(config, recipe.start))
     if blend_options(configs[-1]) is not None or not recipe.stages:
         raise HeadwaterError("No stage of the recipe ends with the smaller model trained; leave its stages unchanged.")
-    stages = _price_stages(recipe, configs, teacher, held_out_rows)
+    stages = _estimate_stages(recipe, configs, teacher, held_out_rows)
     if control is not None:
         tokens, costs, per_rows, peaks = zip(
-            *_price_stages(control, [config] * len(configs), None, held_out_rows).values(), strict=True
+            *_estimate_stages(control, [config] * len(configs), None, held_out_rows).values(), strict=True
         )
-        stages["control"] = StagePrice(sum(tokens), sum(costs), sum(per_rows), max(peaks))
+        stages["control"] = StageEstimate(sum(tokens), sum(costs), sum(per_rows), max(peaks))
     flops = {name: stage.healing for name, stage in stages.items()}
     per_row = sum(stage.measuring for stage in stages.values())
     most = _count_measured_rows(recipe, configs, held_out_rows)
@@ -114,7 +114,7 @@ def price_conversion(
             "weights_bytes": count * element,
         }
 
-    return ConversionPrice(
+    return ConversionEstimate(
         measure_size(config),
         measure_size(configs[-1]),
         sum(stage.tokens for name, stage in stages.items() if name != "control"),
@@ -130,7 +130,7 @@ def _count_measured_rows(recipe: Recipe, configs: Sequence[HeadwaterConfig], hel
 
     That of a control is taken, which has no teacher, so that one may be added later to the same conversion.
     """
-    stages = _price_stages(recipe, configs, None, held_out_rows).values()
+    stages = _estimate_stages(recipe, configs, None, held_out_rows).values()
     healing, measuring = (sum(getattr(stage, name) for stage in stages) for name in ("healing", "measuring"))
     return max(1, int(MEASURING * healing / measuring))
 
@@ -151,7 +151,7 @@ def find_teacher(recipe: Recipe, config: HeadwaterConfig | None = None) -> Headw
     return config_of(newest_checkpoint(path)) if path.is_dir() else open_source(source).model.config
 
 
-class StagePrice(NamedTuple):
+class StageEstimate(NamedTuple):
     """Tokens of a stage, FLOPs of its training and of all its evaluations on one row, and bytes at its peak."""
 
     tokens: int
@@ -160,22 +160,24 @@ class StagePrice(NamedTuple):
     peak: int
 
 
-def _price_stages(
+def _estimate_stages(
     recipe: Recipe, configs: Sequence[HeadwaterConfig], teacher: HeadwaterConfig | None, held_out_rows: int
-) -> dict[str, StagePrice]:
-    """Price the stages of a recipe, whose models have these configs, by name."""
+) -> dict[str, StageEstimate]:
+    """Estimate the stages of a recipe, whose models have these configs, by name."""
     stages, context = {}, recipe.row_length
     chain = recipe.chain(lambda *_: Path())
     for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
         training, tokens = run.training, run.rows * context
         settings = PlannedModel(config, training, run, teacher=teacher).list_settings([context], training.precision)
-        step = price(config, context=context, batch=training.batch_size, precision=training.precision, **settings)
+        step = estimate_model(
+            config, context=context, batch=training.batch_size, precision=training.precision, **settings
+        )
         # Before the first step, at regular steps, and after the last.
         evaluations = 1 - -training.steps // (run.reporting.evaluate_every or training.steps)
         logits = 4 * config.vocab_size * context  # bytes of a row's in fp32
         # Evaluation computes them and their log-softmax, while the training state stays in memory.
         batch = min(held_out_rows, count_batch_rows(config.vocab_size, context))
-        stages[name] = StagePrice(
+        stages[name] = StageEstimate(
             tokens,
             step.at[0].training * tokens,
             evaluations * sum(step.at[0].forward.values()) * context,
@@ -185,8 +187,10 @@ def _price_stages(
 
 
 class PlannedModel(NamedTuple):
-    """A model to price, and its training. run: its recipe, if there is one; recipe: that of all arms; teacher: if it is
-    distilled."""
+    """A model to estimate, and its training.
+
+    run: its recipe, if there is one; recipe: that of all arms; teacher: if it is distilled.
+    """
 
     config: HeadwaterConfig
     training: Training
@@ -227,7 +231,7 @@ def plan_models(
     models: configs; recipes; presets, shipped recipes, YAML files, config.json files, checkpoints and runs by name.
     overrides: "field=value" for all of them, "training.field=value" for how they are trained, "data.field=value" and
     "compare.field=value" for recipes. vocab_size: same as the override vocab_size. Raises `HeadwaterError`, also for
-    overrides that affect no price.
+    overrides that affect no estimate.
     """
     of_model, of_recipe = _split_overrides(overrides, vocab_size)
     changes = _read_changes(of_model)
@@ -265,7 +269,7 @@ def _refuse_unread(overrides: Sequence[str], fields: set[str], sections: Sequenc
         raise build_refusal("plan", [f"{name} has no effect on an estimate; leave it out" for name in unread])
 
 
-def price_models(
+def estimate_models(
     planned: Mapping[str, PlannedModel],
     *,
     context: Sequence[int] | int | None = None,
@@ -273,12 +277,12 @@ def price_models(
     images: str | float | None = None,
     hardware: str | Hardware | None = None,
     **settings: Any,
-) -> list[Price]:
-    """Price models by name, all of text or all of images.
+) -> list[ModelEstimate]:
+    """Estimate models by name, all of text or all of images.
 
     context: of text; default: the first model's own, limited by the learned positions of the others. tokens, images:
     a number, or as in "300B". hardware: a device, also by name or "this". settings: batch, devices, precision and mfu,
-    as in `headwater.cost.price`; None or missing values and the budget default to the first model's training.
+    as in `headwater.cost.estimate_model`; None or missing values and the budget default to the first model's training.
     Raises `HeadwaterError`.
     """
     device = None if hardware is None else named_hardware(hardware)
@@ -297,7 +301,7 @@ def price_models(
     budget = {unit: read_count(count, unit) for unit, count in counts.items() if count is not None}
     shared |= {"context": context, "hardware": device, "precision": read_precision(shared["precision"])}
     return [
-        price(
+        estimate_model(
             column.config,
             name=name,
             **shared,
@@ -309,7 +313,7 @@ def price_models(
 
 
 def _count_device_rows(rows: int, devices: Any) -> int:
-    """Count one device's rows of a batch, at least one. `price` refuses what is no number of devices."""
+    """Count one device's rows of a batch, at least one. `estimate_model` refuses what is no number of devices."""
     return max(1, rows // devices) if isinstance(devices, int) and devices > 0 else 1
 
 
@@ -319,7 +323,7 @@ def _count_budget(run: Recipe | None) -> dict[str, Any]:
 
 
 def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
-    """Choose the context to price models at; None for image models."""
+    """Choose the context to estimate models at; None for image models."""
     lengths = [config.max_position_embeddings for config in configs[1:] if config.position == "learned"]
     return None if unit_of(configs[0]) == "images" else min([configs[0].max_position_embeddings, *lengths])
 

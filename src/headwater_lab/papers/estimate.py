@@ -25,7 +25,7 @@ DEVICES = {"cpu": f"{CORES} cores", "gpu": GPU, "paper": GPU}
 _flops_by_config: dict[tuple[str, int], float] = {}
 
 
-def estimate_price(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]:
+def estimate_cost(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]:
     """Estimate the training FLOPs of all runs of some arms, tuning included, and their hours on `DEVICES[scale]`.
 
     Stages that arms share count once.

@@ -11,12 +11,12 @@ from headwater.cost.counts import cache_bytes_per_token, training_flops
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.paired import PairedTimes
 from headwater_lab.cli import main
-from headwater_lab.comparison import prices
-from headwater_lab.comparison.prices import PRICES, make_timed_recipe, measure_prices, read_prices
+from headwater_lab.comparison import arm_costs
+from headwater_lab.comparison.arm_costs import COSTS, make_timed_recipe, measure_arm_costs, read_arm_costs
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.reports import read_comparisons
-from headwater_lab.reports.page import prices_part
-from headwater_lab.reports.price_tables import find_prices, price_rows, terminal_prices
+from headwater_lab.reports.cost_tables import arm_cost_rows, find_arm_costs, make_cost_table
+from headwater_lab.reports.page import costs_part
 from headwater_lab.training.records import read_record
 
 DEEP = {"model": {"num_hidden_layers": 2}}
@@ -35,8 +35,8 @@ def clock(monkeypatch):
         works = [training_flops(one.__self__.model.config, 12) for one in (a, b)]
         return PairedTimes(*([work * 1e-9 * turn for turn in (1.0, 2.0, 3.0)] for work in works))
 
-    monkeypatch.setattr(prices, "time_interleaved", interleave)
-    monkeypatch.setattr(prices, "_time_decoding", lambda configs, context, recipe: None)
+    monkeypatch.setattr(arm_costs, "time_interleaved", interleave)
+    monkeypatch.setattr(arm_costs, "_time_decoding", lambda configs, context, recipe: None)
     return timed
 
 
@@ -44,9 +44,9 @@ def arms_of(recipe):
     return {name: recipe.arm(name, 0) for name in recipe.compare.arms}
 
 
-def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
+def test_costs_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
     recipe = tiny({"arms": ARMS})
-    found = measure_prices(arms_of(recipe), "base", tmp_path)
+    found = measure_arm_costs(arms_of(recipe), "base", tmp_path)
     config = HeadwaterConfig(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=1)
     deep = found.arms["deep"]
     assert deep.cache == cache_bytes_per_token(config) == 2 * found.arms["base"].cache
@@ -55,18 +55,18 @@ def test_prices_are_those_of_the_models_and_are_measured_once(tmp_path, clock):
     assert deep.training.seconds == pytest.approx(2 * 1e-9 * deep.flops / 48)  # 4 rows of 12 tokens
     assert len(clock) == 3
 
-    # Neither seeds nor steps nor rates change a price; what is computed does.
+    # Neither seeds nor steps nor rates change a cost; what is computed does.
     again = tiny({"arms": ARMS}, training={"steps": 99, "learning_rate": 0.5}, reporting={"log_every": 1})
-    assert measure_prices({name: again.arm(name, 7) for name in ARMS}, "base", tmp_path) == found
+    assert measure_arm_costs({name: again.arm(name, 7) for name in ARMS}, "base", tmp_path) == found
     assert len(clock) == 3
     wider = {"base": {}, "shift": SHIFT, "deep": {"model": {"num_hidden_layers": 3}}}
     other = arms_of(tiny({"arms": wider}))
     assert not found.fit(other, "base")
-    measure_prices(other, "base", tmp_path)
+    measure_arm_costs(other, "base", tmp_path)
     assert len(clock) == 6
-    assert read_prices(tmp_path).fit({name: other[name] for name in ("base", "deep")}, "base")
+    assert read_arm_costs(tmp_path).fit({name: other[name] for name in ("base", "deep")}, "base")
     # Another baseline makes them all another's.
-    assert not read_prices(tmp_path).fit(other, "deep")
+    assert not read_arm_costs(tmp_path).fit(other, "deep")
 
 
 def test_each_size_is_measured(tmp_path, clock):
@@ -74,7 +74,7 @@ def test_each_size_is_measured(tmp_path, clock):
     recipe = tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "costs": True})
     run_comparison(recipe, tmp_path, workers=1)
     assert len(clock) == 4
-    shallow, deep = (json.loads((tmp_path / recipe.name / size / PRICES).read_text()) for size in sizes)
+    shallow, deep = (json.loads((tmp_path / recipe.name / size / COSTS).read_text()) for size in sizes)
     assert deep["arms"]["shift"]["flops"] > shallow["arms"]["shift"]["flops"]
 
 
@@ -82,23 +82,23 @@ def test_budgets_of_a_size_are_measured_once(tmp_path, clock):
     sizes = {"short": {}, "long": {"training": {"steps": 9}}, "deep": DEEP}
     run_comparison(tiny({"arms": {"base": {}, "shift": SHIFT}, "sizes": sizes, "costs": True}), tmp_path)
     assert len(clock) == 4
-    stored = [read_prices(file.parent) for file in sorted(tmp_path.rglob(PRICES))]
-    assert [prices.arms.keys() for prices in stored] == [{"base", "shift"}] * 3
-    assert sum(prices.arms == stored[-1].arms for prices in stored) == 2
+    stored = [read_arm_costs(file.parent) for file in sorted(tmp_path.rglob(COSTS))]
+    assert [costs.arms.keys() for costs in stored] == [{"base", "shift"}] * 3
+    assert sum(costs.arms == stored[-1].arms for costs in stored) == 2
 
 
 def test_other_machines_and_versions_are_measured_again(tmp_path, clock, monkeypatch):
     arms = arms_of(tiny({"arms": {"base": {}}}))
-    measure_prices(arms, "base", tmp_path)
-    stored = json.loads((tmp_path / PRICES).read_text())
+    measure_arm_costs(arms, "base", tmp_path)
+    stored = json.loads((tmp_path / COSTS).read_text())
     for change in ({"device_name": "another"}, {"torch": "1.0"}, {"threads": 7}):
-        (tmp_path / PRICES).write_text(json.dumps(stored | change))
+        (tmp_path / COSTS).write_text(json.dumps(stored | change))
         clock.clear()
-        assert measure_prices(arms, "base", tmp_path).model_dump(mode="json") == stored
+        assert measure_arm_costs(arms, "base", tmp_path).model_dump(mode="json") == stored
         assert len(clock) == 1
-    (tmp_path / PRICES).write_text("{")
+    (tmp_path / COSTS).write_text("{")
     with pytest.raises(HeadwaterError, match=r"damaged; remove it"):
-        measure_prices(arms, "base", tmp_path)
+        measure_arm_costs(arms, "base", tmp_path)
 
 
 def test_arms_that_cannot_be_timed_are_refused_before_anything_is_trained(tmp_path, monkeypatch):
@@ -121,20 +121,20 @@ def test_the_report_shows_which_arms_no_cheaper_one_beats(tmp_path, clock, monke
             record.held_out[-1].metrics["accuracy"] = result + 0.01 * seed * (arm == "deep")
             file.write_text(record.model_dump_json())
     (comparison,) = read_comparisons(tmp_path)
-    found = find_prices(comparison)
-    rows = price_rows(comparison, found)
+    found = find_arm_costs(comparison)
+    rows = arm_cost_rows(comparison, found)
     assert {row[""] for row in rows} == {"base", "shift", "deep"}
     assert "time/token" in "".join(rows[0])
-    assert terminal_prices(found).row_count == 3
-    # Of other settings: no price, which the page says.
-    stored = json.loads((tmp_path / "tiny" / PRICES).read_text())
+    assert make_cost_table(found).row_count == 3
+    # Of other settings: no cost, which the page says.
+    stored = json.loads((tmp_path / "tiny" / COSTS).read_text())
     stored["settings"]["shift"] = make_timed_recipe(recipe.arm("deep", 0)).identity
-    (tmp_path / "tiny" / PRICES).write_text(json.dumps(stored))
-    (told,) = prices_part(comparison, "prices", "Prices").paragraphs
+    (tmp_path / "tiny" / COSTS).write_text(json.dumps(stored))
+    (told,) = costs_part(comparison, "prices", "Prices").paragraphs
     assert told.startswith("prices.json holds prices of other arms or settings;")
 
 
-def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch):
+def test_a_recipe_is_timed_before_it_runs(tmp_path, clock, capsys, monkeypatch):
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["headwater", "bench", "prices", *words])
         try:
@@ -149,7 +149,7 @@ def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch)
     assert run(name, "--out", runs) == 0
     said = capsys.readouterr().out
     assert all(arm in said for arm in ARMS)
-    found = json.loads((tmp_path / "runs" / "tiny" / PRICES).read_text())
+    found = json.loads((tmp_path / "runs" / "tiny" / COSTS).read_text())
     assert found["arms"].keys() == ARMS.keys()
     assert len(clock) == 3
     # What has been measured stays, until a model changes.
@@ -168,7 +168,7 @@ def test_a_recipe_is_priced_before_it_runs(tmp_path, clock, capsys, monkeypatch)
 def test_real_times_are_positive_and_relative_to_the_baseline(tmp_path):
     """With the clock: a model of four times the layers takes longer, in training and in generation."""
     recipe = tiny({"arms": {"base": {}, "deep": {"model": {"num_hidden_layers": 8}}}}, data={"length": 64})
-    found = measure_prices(arms_of(recipe), "base", tmp_path).arms
+    found = measure_arm_costs(arms_of(recipe), "base", tmp_path).arms
     assert 0.5 < found["base"].training.ratio < 2
     assert found["deep"].training.ratio > 1.5
     assert found["deep"].decoding.ratio > 1.5

@@ -1,4 +1,4 @@
-"""Prices: what follows from counts and hardware, by hand."""
+"""Estimates: what follows from counts and hardware, by hand."""
 
 import json
 import time
@@ -8,7 +8,7 @@ import pytest
 
 from headwater import HeadwaterConfig
 from headwater.cost import counts as cost
-from headwater.cost import price
+from headwater.cost import estimate_model
 from headwater.cost.hardware import KNOWN, Hardware
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
@@ -22,24 +22,24 @@ CONFIG = HeadwaterConfig(**SHAPE)
 
 
 def test_time_follows_from_flops():
-    one = price(CONFIG, hardware=DEVICE, devices=4, tokens=1e9, mfu=0.5)
+    one = estimate_model(CONFIG, hardware=DEVICE, devices=4, tokens=1e9, mfu=0.5)
     limits = one.at[0].limits
     ceiling = 4 * 1e12 / cost.training_flops(CONFIG, 128)
     assert one.at[0].context == 128
     assert limits.training_ceiling == pytest.approx(ceiling)
     assert limits.days == pytest.approx(1e9 / (ceiling * 0.5) / 86400)
     assert limits.device_hours == pytest.approx(limits.days * 24 * 4)
-    assert price(CONFIG, hardware=DEVICE, precision="32-true").at[0].limits.training_ceiling == pytest.approx(
+    assert estimate_model(CONFIG, hardware=DEVICE, precision="32-true").at[0].limits.training_ceiling == pytest.approx(
         ceiling / 20
     )
-    assert price(CONFIG, hardware=DEVICE).at[0].limits.days is None
-    assert price(CONFIG).at[0].limits is None
+    assert estimate_model(CONFIG, hardware=DEVICE).at[0].limits.days is None
+    assert estimate_model(CONFIG).at[0].limits is None
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16_MIXED, Precision.BF16_STREAM])
 def test_the_largest_batch_is_the_largest(precision, checkpointed):
-    limits = price(CONFIG, hardware=DEVICE, precision=precision).at[0].limits
+    limits = estimate_model(CONFIG, hardware=DEVICE, precision=precision).at[0].limits
     batch = limits.largest_batch_checkpointed if checkpointed else limits.largest_batch
 
     def needed(rows: int) -> int:
@@ -52,21 +52,21 @@ def test_the_largest_batch_is_the_largest(precision, checkpointed):
 
 def test_a_state_that_does_not_fit_says_over_how_many_devices_it_would():
     small = replace(DEVICE, memory=2.5e6)
-    one = price(CONFIG, hardware=small, precision="32-true")
+    one = estimate_model(CONFIG, hardware=small, precision="32-true")
     state = sum(one.state_bytes.values())
     assert one.at[0].limits.largest_batch == one.at[0].limits.largest_batch_checkpointed == 0
     assert (one.devices_needed - 1) * 2.5e6 < state <= one.devices_needed * 2.5e6
-    assert price(CONFIG, hardware=replace(DEVICE, memory=1e5)).at[0].limits.most_sequences == 0
-    assert price(CONFIG, hardware=DEVICE).devices_needed == 1
+    assert estimate_model(CONFIG, hardware=replace(DEVICE, memory=1e5)).at[0].limits.most_sequences == 0
+    assert estimate_model(CONFIG, hardware=DEVICE).devices_needed == 1
 
 
 def test_generation_reads_weights_once_and_every_cache():
-    one, eight = (price(CONFIG, hardware=DEVICE, batch=n, precision="bf16-true").at[0].limits for n in (1, 8))
+    one, eight = (estimate_model(CONFIG, hardware=DEVICE, batch=n, precision="bf16-true").at[0].limits for n in (1, 8))
     weights, read = 2 * cost.weights_read(CONFIG), cost.cache_bytes_read(CONFIG, 128, 2)
     assert one.generation_ceiling == pytest.approx(1e11 / (weights + read))
     assert eight.generation_ceiling == pytest.approx(8 * 1e11 / (weights + 8 * read))
     computes = replace(DEVICE, bandwidth=1e30)
-    limited = price(CONFIG, hardware=computes, batch=8, precision="bf16-true").at[0].limits
+    limited = estimate_model(CONFIG, hardware=computes, batch=8, precision="bf16-true").at[0].limits
     peak = computes.peak(Precision("bf16-true"))
     assert limited.generation_ceiling == pytest.approx(peak / cost.decoding_flops(CONFIG, 128))
     fits = one.most_sequences
@@ -88,13 +88,15 @@ def test_keys_and_values_of_a_latent_are_made_again_for_every_token():
     assert cost.cache_bytes_read(stored, 50) == cost.cache_bytes_read(ordinary, 50)
 
 
-def test_prices_are_json_and_a_table():
-    prices = [price(CONFIG, name=name, context=[64, 128], tokens=2e9, hardware=DEVICE) for name in ("a", "b")]
-    content = json.loads(json.dumps([one.to_json() for one in prices]))
+def test_estimates_are_json_and_a_table():
+    estimates = [
+        estimate_model(CONFIG, name=name, context=[64, 128], tokens=2e9, hardware=DEVICE) for name in ("a", "b")
+    ]
+    content = json.loads(json.dumps([one.to_json() for one in estimates]))
     assert content[1]["name"] == "b"
     assert content[0]["total_parameters"] == sum(content[0]["parameters"].values())
     assert [at["context"] for at in content[0]["at"]] == [64, 128]
-    assert len(estimate_table(prices).columns) == 3
+    assert len(estimate_table(estimates).columns) == 3
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_prices_are_json_and_a_table():
 )
 def test_what_cannot_be_is_refused(changes, word):
     with pytest.raises(HeadwaterError, match=word):
-        price(CONFIG, **changes)
+        estimate_model(CONFIG, **changes)
 
 
 def test_growing_pairs_leaves_the_slope_and_growing_width_does_not():
@@ -138,8 +140,10 @@ def test_hardware_is_known_by_name_in_any_case():
 def test_a_peak_may_be_unknown():
     assert KNOWN["H100"].peak(Precision.FP64) < KNOWN["H100"].peak(Precision.BF16)
     with pytest.raises(HeadwaterError, match=r"64-true is unknown"):
-        price(CONFIG, hardware=KNOWN["L40S"], precision="64-true")
-    assert price(CONFIG, precision="64-true").state_bytes["weights"] == 8 * sum(cost.parameters(CONFIG).values())
+        estimate_model(CONFIG, hardware=KNOWN["L40S"], precision="64-true")
+    assert estimate_model(CONFIG, precision="64-true").state_bytes["weights"] == 8 * sum(
+        cost.parameters(CONFIG).values()
+    )
 
 
 @pytest.mark.slow

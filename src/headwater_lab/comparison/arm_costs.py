@@ -1,6 +1,6 @@
 """Cost of each arm of a comparison: counted, and timed against the baseline on this machine in alternation.
 
-The figures are in prices.json next to the runs (`Prices`). All are measured again if an arm, the device or a version
+The figures are in prices.json next to the runs (`ArmCosts`). All are measured again if an arm, the device or a version
 has changed.
 """
 
@@ -26,7 +26,7 @@ from headwater_lab.training.records import device_name
 from headwater_lab.util.machine import set_threads
 from headwater_lab.util.model_kinds import is_of_images
 
-PRICES = "prices.json"
+COSTS = "prices.json"
 # Number of timed pairs of training steps, and of generations.
 STEPS, GENERATIONS = 24, 9
 # Maximum tokens of a timed generation, a quarter of the context, so that the cache is nearly full.
@@ -46,7 +46,7 @@ class TimeRatio(BaseModel):
     """Quartiles of the turns' ratios."""
 
 
-class ArmPrice(BaseModel):
+class ArmCost(BaseModel):
     """The cost of one arm. For the baseline, the times are against a second copy of it, and show the noise."""
 
     parameters: int
@@ -60,8 +60,8 @@ class ArmPrice(BaseModel):
     """Time of generation with a nearly full cache, per token; null for images."""
 
 
-class Prices(BaseModel, extra="forbid"):
-    """The prices of a comparison at one size."""
+class ArmCosts(BaseModel, extra="forbid"):
+    """The costs of a comparison's arms at one size."""
 
     device: str
     """cpu, cuda or mps."""
@@ -73,17 +73,17 @@ class Prices(BaseModel, extra="forbid"):
     baseline: str
     settings: dict[str, str]
     """By arm: the identity of everything about it that a time depends on."""
-    arms: dict[str, ArmPrice] = {}
+    arms: dict[str, ArmCost] = {}
 
     def fit(self, arms: Mapping[str, Recipe], baseline: str) -> bool:
-        """Whether these prices include `arms`, measured against this baseline."""
+        """Whether these costs include `arms`, measured against this baseline."""
         return self.baseline == baseline and self.settings.items() >= find_identities(arms).items()
 
 
 def make_timed_recipe(recipe: Recipe) -> Recipe:
     """Make the recipe that is timed for a trial: the same work per step for any seed, rate and number of steps.
 
-    Its identity is the price's.
+    Its identity says whether a cost still holds.
     """
     training = recipe.training.model_copy(
         update={"steps": 1000, "learning_rate": 1e-5, "schedule": "constant", "warmup_steps": 0, "threads": None}
@@ -95,18 +95,18 @@ def find_identities(arms: Mapping[str, Recipe]) -> dict[str, str]:
     return {name: make_timed_recipe(recipe).identity for name, recipe in arms.items()}
 
 
-def read_prices(folder: Path) -> Prices | None:
-    """Read the prices in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
-    file = folder / PRICES
+def read_arm_costs(folder: Path) -> ArmCosts | None:
+    """Read the costs in a comparison's folder; None if there are none. Raises `HeadwaterError` if they are damaged."""
+    file = folder / COSTS
     if not file.is_file():
         return None
     try:
-        return Prices.model_validate_json(file.read_bytes())
+        return ArmCosts.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise HeadwaterError(f"{str(file)!r} is damaged; remove it, and measure again.") from error
 
 
-def check_priced(arms: Mapping[str, Recipe]) -> None:
+def check_timeable(arms: Mapping[str, Recipe]) -> None:
     """Raise `HeadwaterError` for recipes with stages or for several devices, which cannot be timed."""
     for name, recipe in arms.items():
         if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
@@ -114,21 +114,21 @@ def check_priced(arms: Mapping[str, Recipe]) -> None:
             raise HeadwaterError(f"Costs are measured for whole runs on one device, but the arm {name!r} has {reason}.")
 
 
-def measure_prices(
+def measure_arm_costs(
     arms: Mapping[str, Recipe],
     baseline: str,
     folder: Path,
     tell: Tell = lambda line: None,
-    measured: dict[tuple[str, str], ArmPrice] | None = None,
-) -> Prices:
+    measured: dict[tuple[str, str], ArmCost] | None = None,
+) -> ArmCosts:
     """Time the arms, one after the other, and write prices.json in `folder`, unless it has them.
 
-    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. measured: prices by the
+    arms: a recipe of each, of any seed. tell: called with a line for each arm that is timed. measured: costs by the
     settings of arm and baseline, which are taken from there, and added: budgets of one size do the same work a step.
-    Raises `HeadwaterError` as `check_priced` does.
+    Raises `HeadwaterError` as `check_timeable` does.
     """
     measured = {} if measured is None else measured
-    check_priced(arms)
+    check_timeable(arms)
     threads = torch.get_num_threads()
     trial_threads = arms[baseline].training.threads or 1  # the same number as in trials
     set_threads(trial_threads)
@@ -136,17 +136,17 @@ def measure_prices(
         device = choose_device(arms[baseline])
         machine: dict[str, Any] = {"device": device.type, "device_name": device_name(device), "threads": trial_threads}
         machine |= {"torch": torch.__version__, "headwater": __version__}
-        prices = read_prices(folder)
-        if prices is not None and prices.fit(arms, baseline) and prices.model_dump(include=set(machine)) == machine:
-            return prices
-        prices = Prices(**machine, baseline=baseline, settings=find_identities(arms))
+        costs = read_arm_costs(folder)
+        if costs is not None and costs.fit(arms, baseline) and costs.model_dump(include=set(machine)) == machine:
+            return costs
+        costs = ArmCosts(**machine, baseline=baseline, settings=find_identities(arms))
         for name, recipe in arms.items():
-            if (key := (prices.settings[name], prices.settings[baseline])) not in measured:
-                tell(f"prices: {name} on {prices.device_name}")
-                measured[key] = _measure_price(recipe, arms[baseline])
-            prices.arms[name] = measured[key]
-        replace_text(folder / PRICES, prices.model_dump_json(indent=1) + "\n")
-        return prices
+            if (key := (costs.settings[name], costs.settings[baseline])) not in measured:
+                tell(f"prices: {name} on {costs.device_name}")
+                measured[key] = _measure_cost(recipe, arms[baseline])
+            costs.arms[name] = measured[key]
+        replace_text(folder / COSTS, costs.model_dump_json(indent=1) + "\n")
+        return costs
     finally:
         torch.set_num_threads(threads)
 
@@ -159,7 +159,7 @@ def choose_device(recipe: Recipe) -> torch.device:
     return torch.device(name)
 
 
-def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
+def _measure_cost(arm: Recipe, baseline: Recipe) -> ArmCost:
     arm, baseline = make_timed_recipe(arm), make_timed_recipe(baseline)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -172,7 +172,7 @@ def _measure_price(arm: Recipe, baseline: Recipe) -> ArmPrice:
         training = _summarize_times([t / sizes[0] for t in times.a], [t / sizes[1] for t in times.b])
         parameters = sum(parameter.numel() for parameter in a.model.parameters())
         configs = config, b.model.config
-    return ArmPrice(
+    return ArmCost(
         parameters=parameters,
         flops=a.flops_per_unit,
         cache=cache_bytes_per_token(config),
