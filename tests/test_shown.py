@@ -32,7 +32,7 @@ from headwater_lab.comparison.trials import make_trial
 from headwater_lab.data.images import ImageSettings
 from headwater_lab.data.language import LanguageSettings
 from headwater_lab.data.tokenizer import byte_tokenizer
-from headwater_lab.papers.estimate import list_stages
+from headwater_lab.papers.estimate import count_stage_costs
 from headwater_lab.papers.table import find_table as paper_table
 from headwater_lab.papers.work import prepare_work
 from headwater_lab.recipe.recipe import Recipe, parse
@@ -332,7 +332,7 @@ def check(command: Command) -> list[str]:
         arms = recipe.compare.arms if recipe.compare and name != "train" else ()
         sizes = (recipe.compare.sizes if recipe.compare and name != "train" else None) or [None]
         for one in [recipe.arm(arm, recipe.seed, size) for arm in arms for size in sizes] or [recipe]:
-            assert all(flops > 0 for _, flops, _ in list_stages(one))
+            assert all(flops > 0 for _, flops, _ in count_stage_costs(one))
     return small + list(dict.fromkeys(text for recipe in recipes for text in smaller(recipe)))
 
 

@@ -109,7 +109,7 @@ def read_arm_costs(folder: Path) -> ArmCosts | None:
 def check_timeable(arms: Mapping[str, Recipe]) -> None:
     """Raise `HeadwaterError` for recipes with stages or for several devices, which cannot be timed."""
     for name, recipe in arms.items():
-        if recipe.stages or recipe.training.devices * recipe.training.nodes > 1:
+        if recipe.stages or recipe.training.world_size > 1:
             reason = "stages" if recipe.stages else "several devices"
             raise HeadwaterError(f"Costs are measured for whole runs on one device, but the arm {name!r} has {reason}.")
 

@@ -46,7 +46,7 @@ def count_run_costs(
     estimate: of a model, for the hardware, its precision and the assumed share of its peak. Raises `HeadwaterError`.
     """
     section = recipe.compare
-    if section is None or recipe.training.devices * recipe.training.nodes > 1:
+    if section is None or recipe.training.world_size > 1:
         return []
     if any(arm.stages for arm in recipe.trials().values()):
         return []

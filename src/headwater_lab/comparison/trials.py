@@ -86,9 +86,9 @@ def list_trials(recipe: Recipe, out: Path) -> list[Trial]:
     """
     if recipe.compare is None:
         raise HeadwaterError(f"The recipe {recipe.name!r} has no compare section; add one, or use `headwater train`.")
-    if recipe.training.devices * recipe.training.nodes > 1:
+    if (world_size := recipe.training.world_size) > 1:
         raise HeadwaterError(
-            f"{recipe.name!r} trains each model on {recipe.training.devices * recipe.training.nodes} devices, and "
+            f"{recipe.name!r} trains each model on {world_size} devices, and "
             "compare gives each trial one process; train its arms with `headwater train --arm NAME seed=N` and then "
             "`headwater report`, or set training.devices=1 and training.nodes=1."
         )

@@ -47,10 +47,6 @@ class SizedArm:
         """The arm's name in a table with several recipes."""
         return f"{self.recipe.name}: {self.arm}" + (f" @ {self.size}" if self.size is not None else "")
 
-    @property
-    def devices(self) -> int:
-        return self.recipe.training.devices * self.recipe.training.nodes
-
     def folder(self, seed: int, out: Path) -> Path:
         """Return the folder of one seed's run of a comparison, as `make_trial` names it."""
         return find_folder(self.recipe, self.size, out) / f"{make_slug(self.arm)}-{seed}"
@@ -70,7 +66,7 @@ class SizedArm:
         nodes, devices = self.recipe.training.nodes, self.recipe.training.devices
         meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={FIRST_NODE}:29500"] if nodes > 1 else []
         torchrun = ["torchrun", f"--nnodes={nodes}", *meeting, f"--nproc-per-node={devices}", "-m", LABORATORY]
-        words = [*(torchrun if self.devices > 1 else [LIBRARY]), "train", str(self.path), *overrides]
+        words = [*(torchrun if self.recipe.training.world_size > 1 else [LIBRARY]), "train", str(self.path), *overrides]
         if self.recipe.compare is None:
             return shlex.join([*words, "--stage", self.arm, "--out", str(out / self.recipe.name)])
         size = [] if self.size is None else ["--size", self.size]
@@ -150,7 +146,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
     """Read the runs of an arm by seed: finished or diverged, with exactly these settings."""
     runs: dict[int, FinishedRun] = {}
     section = arm.recipe.compare
-    tuned = section is not None and section.tried_rates and arm.devices == 1
+    tuned = section is not None and section.tried_rates and arm.recipe.training.world_size == 1
     rate = find_tuned_rate(arm.recipe, arm.arm, out) if tuned else None
     for seed in arm.seeds:
         if arm.recipe.compare and not arm.folder(seed, out).is_dir():  # because computing settings takes time
@@ -160,7 +156,7 @@ def finished_runs(arm: SizedArm, out: Path) -> dict[int, FinishedRun]:
             continue
         if section is not None and section.tried_rates:
             # On several devices it was trained by hand, at a learning rate that somebody chose.
-            chosen = find_tried_rate(recipe, section, record) if arm.devices > 1 else rate
+            chosen = find_tried_rate(recipe, section, record) if arm.recipe.training.world_size > 1 else rate
             if chosen is None:
                 continue
             recipe = choose_rate(recipe, section, chosen)
@@ -173,7 +169,7 @@ def list_run_settings(recipe: Recipe) -> list[object]:
     """List what decides the runs of a recipe, whatever their seeds: recipes of equal settings share runs."""
     section = recipe.compare
     if section is None:
-        return [run.identity for run, _ in recipe.chain(lambda name, _: Path(name))]
+        return [run.identity for run in recipe.stage_recipes]
     tuning = (section.tuning_seeds, section.threshold) if len(section.tried_rates) > 1 else None
     settings: list[object] = [section.tried_rates, tuning]
     for key, trial in recipe.trials().items():

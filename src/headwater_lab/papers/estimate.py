@@ -1,7 +1,6 @@
 """Cost of a table at a scale, before anything is trained."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from headwater.cost.counts import training_flops
 from headwater.util.precision import Precision
@@ -34,12 +33,12 @@ def estimate_cost(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]
     for arm in arms:
         section, runs = arm.recipe.compare, []
         if section is None:
-            runs.append((list(list_stages(arm.recipe))[: arm.recipe.stage_names.index(arm.arm) + 1], 1))
+            runs.append((list(count_stage_costs(arm.recipe))[: arm.recipe.stage_names.index(arm.arm) + 1], 1))
         else:  # all seeds have the same cost
-            runs.append((list(list_stages(arm.recipe.arm(arm.arm, arm.seeds[0], arm.size))), len(arm.seeds)))
+            runs.append((list(count_stage_costs(arm.recipe.arm(arm.arm, arm.seeds[0], arm.size))), len(arm.seeds)))
             if len(section.tried_rates) > 1:  # rates are tuned at the first size, for all sizes
                 tuned = arm.recipe.arm(arm.arm, section.tuning_seeds[0], next(iter(section.sizes), None))
-                runs.append((list(list_stages(tuned)), len(section.tried_rates) * len(section.tuning_seeds)))
+                runs.append((list(count_stage_costs(tuned)), len(section.tried_rates) * len(section.tuning_seeds)))
         for of_run, number in runs:
             for identity, flops, steps in of_run:
                 costs[arm.recipe.name, identity] = flops * number, steps * number
@@ -49,15 +48,13 @@ def estimate_cost(arms: list[SizedArm], scale: ScaleName) -> tuple[float, float]
     return total, total / (find_hardware(GPU).peak(Precision.BF16_MIXED) * MFU * 3600)
 
 
-def list_stages(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
-    """List the identity, training FLOPs and steps of each stage of a run, without reading the data."""
+def count_stage_costs(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
+    """Yield the identity, training FLOPs and steps of each stage of a run, without reading the data."""
     size = recipe.known_size or len(byte_tokenizer())
     configs = recipe.configs(recipe.config_for(DataShape(size, recipe.row_length)))
-    for (run, _), config in zip(recipe.chain(lambda name, _: Path(name)), configs, strict=True):
-        section = run.training
-        tokens = section.steps * section.batch_size * section.gradient_accumulation_steps * run.row_length
+    for run, config in zip(recipe.stage_recipes, configs, strict=True):
         # Left out of the key, because the cost does not depend on it, and runs differ mostly in the seed.
         key = repr(config.to_dict() | {"initializer_seed": None}), run.row_length
         if key not in _flops_by_config:
             _flops_by_config[key] = training_flops(config, run.row_length)
-        yield run.identity, tokens * _flops_by_config[key], section.steps
+        yield run.identity, run.rows * run.row_length * _flops_by_config[key], run.training.steps

@@ -101,7 +101,7 @@ class Work:
         return [
             arm.command(seed, self.trials, self.overrides)
             for arm, seed in self.list_missing()
-            if arm.devices > 1 or arm.recipe.compare is None
+            if arm.recipe.training.world_size > 1 or arm.recipe.compare is None
         ]
 
     def check_tasks(self, task_files: Path | None) -> None:
@@ -113,7 +113,7 @@ class Work:
         """List the recipes with a comparison, and the arms to train."""
         by_name: dict[str, tuple[Recipe, set[ArmKey]]] = {}
         for arm in self.trained_arms:
-            if arm.recipe.compare is not None and arm.devices == 1:
+            if arm.recipe.compare is not None and arm.recipe.training.world_size == 1:
                 by_name.setdefault(arm.recipe.name, (arm.recipe, set()))[1].add((arm.arm, arm.size))
         return list(by_name.values())
 

@@ -178,6 +178,11 @@ class Recipe(Settings):
         return "images" if isinstance(self.data, ImageSettings) else "tokens"
 
     @property
+    def stage_recipes(self) -> list[Recipe]:
+        """The recipes of the runs of `chain`, in order, where their folders do not matter."""
+        return [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
+
+    @property
     def stage_names(self) -> list[str]:
         """The names of the runs of `chain`, in order."""
         return ["start", *(stage.name for stage in self.stages)]
@@ -194,7 +199,7 @@ class Recipe(Settings):
 
     def check_stages(self) -> None:
         """Raise `HeadwaterError` for a stage that would fail, before earlier stages are trained."""
-        runs = [recipe for recipe, _ in self.chain(lambda name, _: Path(name))]
+        runs = self.stage_recipes
         frozen = self.start is not None and self.start.grow is not None and self.start.grow.freeze
         for stage, previous, run in zip(self.stages, runs, runs[1:], strict=False):
             stage.check_state(previous.training.optimizer, run.training.optimizer, frozen)

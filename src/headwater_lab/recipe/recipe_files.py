@@ -99,11 +99,11 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
     stages = values.get("stages")
     stages = dict(enumerate(stages)) if isinstance(stages, list) else {}
     parsed = _parse_overrides(overrides, stages)
-    said = apply_overrides({}, parsed)
+    override_values = apply_overrides({}, parsed)
     changed = apply_overrides(values | {"stages": stages} if stages else values, parsed)
     if isinstance(changed.get("stages"), dict):
         changed["stages"] = [*changed["stages"].values()]
-    fields = said["data"] if isinstance(said.get("data"), dict) else {}
+    fields = override_values["data"] if isinstance(override_values.get("data"), dict) else {}
     if _names_prepared(fields) and changed["data"].get("kind") == "text":
         changed["data"]["kind"] = fields["kind"] = "prepared"
     if "kind" in fields and isinstance(values.get("data"), dict):
@@ -115,7 +115,7 @@ def change_recipe(values: dict[str, Any], overrides: Sequence[str], where: str) 
         with suppress(HeadwaterError):  # it may be valid only with the overrides
             original = parse(values, where)
             unread = find_unread(original, list_chains(original), values)
-    if unread := list(dict.fromkeys([*unread, *find_unread(recipe, chains, said)])):
+    if unread := list(dict.fromkeys([*unread, *find_unread(recipe, chains, override_values)])):
         raise build_refusal(where, unread)
     return recipe
 
@@ -153,12 +153,12 @@ def _number_stage(text: str, names: Sequence[str], stages: Mapping[int, Any]) ->
     raise HeadwaterError(f"The override {shown(text)} does not fit: {problem}")
 
 
-def _drop_other_kind(values: dict[str, Any], said: Collection[str]) -> dict[str, Any]:
-    """Drop fields from `data:` that its new kind does not have. said: fields to keep anyway."""
+def _drop_other_kind(values: dict[str, Any], kept_fields: Collection[str]) -> dict[str, Any]:
+    """Drop fields from `data:` that its new kind does not have. kept_fields: those to keep anyway."""
     try:
         find_data_class(values).model_validate(values)
     except ValidationError as error:
-        wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}.difference(said)
+        wrong = {detail["loc"][0] for detail in error.errors() if detail["loc"]}.difference(kept_fields)
         return {name: value for name, value in values.items() if name not in wrong}
     except ValueError:  # an unknown kind: parsing raises an error
         pass

@@ -148,6 +148,11 @@ class Training(Settings):
     """Minutes that a process waits for another before it gives up."""
 
     @property
+    def world_size(self) -> int:
+        """The number of processes, one for each device."""
+        return self.devices * self.nodes
+
+    @property
     def decay_start(self) -> int | None:
         """The step after which wsd decays, where longer runs branch off; None with another schedule."""
         return find_decay_start(self.steps, self.decay_fraction) if self.schedule == "wsd" else None
@@ -166,9 +171,7 @@ class Training(Settings):
         if self.compile == "whole" and (self.strategy == "fsdp" or self.loss_chunk_tokens is not None):
             field = "strategy=fsdp" if self.strategy == "fsdp" else "loss_chunk_tokens"
             raise ValueError(f"training.compile=whole does not fit training.{field}; use training.compile=true")
-        if self.cuda_graphs and (
-            self.compile != "whole" or self.devices * self.nodes * self.gradient_accumulation_steps > 1
-        ):
+        if self.cuda_graphs and (self.compile != "whole" or self.world_size * self.gradient_accumulation_steps > 1):
             raise ValueError(
                 "training.cuda_graphs needs training.compile=whole, a single device, and "
                 "training.gradient_accumulation_steps=1; set them, or leave it out"

@@ -1,7 +1,6 @@
 """Fields and overrides that no run reads."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from headwater_lab.recipe.recipe import Recipe
@@ -14,7 +13,7 @@ Chains = dict[tuple[str, str | None], list[Recipe]]
 def list_chains(recipe: Recipe) -> Chains:
     """List the runs of a recipe, with one seed for each arm."""
     arms = {("", None): recipe} if recipe.compare is None else recipe.trials()
-    return {trial: [run for run, _ in arm.chain(lambda name, _: Path(name))] for trial, arm in arms.items()}
+    return {trial: arm.stage_recipes for trial, arm in arms.items()}
 
 
 def find_unread(recipe: Recipe, chains: Chains, values: Mapping[str, Any]) -> list[str]:

@@ -131,9 +131,9 @@ def _write_note(models: Sequence[ModelEstimate]) -> str:
         f"{precision}; FLOPs are matmuls{attention}; × is over the first column.",
         "Activations and largest batches are estimates.",
     ]
-    for way in dict.fromkeys(chain(*map(_list_memory_settings, models))):
-        names = ", ".join(model.name for model in models if way in _list_memory_settings(model))
-        sentences.append(f"Trained with {way}: {names}.")
+    for setting in dict.fromkeys(chain(*map(_list_memory_settings, models))):
+        names = ", ".join(model.name for model in models if setting in _list_memory_settings(model))
+        sentences.append(f"Trained with {setting}: {names}.")
     if device is not None:
         sentences.append(
             f"{device.name}: {device.peak(precision) / 1e12:.4g} TFLOP/s, {device.memory / 1e9:.4g} GB, "

@@ -165,8 +165,7 @@ def _estimate_stages(
 ) -> dict[str, StageEstimate]:
     """Estimate the stages of a recipe, whose models have these configs, by name."""
     stages, context = {}, recipe.row_length
-    chain = recipe.chain(lambda *_: Path())
-    for name, config, (run, _) in zip(recipe.stage_names, configs, chain, strict=True):
+    for name, config, run in zip(recipe.stage_names, configs, recipe.stage_recipes, strict=True):
         training, tokens = run.training, run.rows * context
         settings = PlannedModel(config, training, run, teacher=teacher).list_settings([context], training.precision)
         step = estimate_model(
@@ -293,8 +292,7 @@ def estimate_models(
     contexts = [*context] if isinstance(context, Sequence) else [context or 1]
     model = next(iter(planned.values()))
     # Taken from the first model, for all columns.
-    devices = model.training.devices * model.training.nodes
-    shared: dict[str, Any] = {"precision": model.training.precision, "devices": devices}
+    shared: dict[str, Any] = {"precision": model.training.precision, "devices": model.training.world_size}
     shared |= {name: value for name, value in settings.items() if value is not None}
     shared = {"batch": _count_device_rows(model.training.batch_size, shared["devices"])} | shared
     counts = {"tokens": tokens, "images": images}
@@ -430,9 +428,8 @@ def _read_recipe_models(
     planned: dict[str, PlannedModel] = {}
     for name, arm in arms.items():
         config = find_config(title, arm, vocab_size, name)
-        runs = [run for run, _ in arm.chain(lambda name, _: Path(name))]
         start = None
-        for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), runs, strict=True):
+        for stage, stage_config, run in zip(arm.stage_names, arm.configs(config), arm.stage_recipes, strict=True):
             label = name if stage == "start" else f"{name}, {stage}"
             if label in planned:
                 raise HeadwaterError(

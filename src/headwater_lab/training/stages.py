@@ -116,7 +116,7 @@ def list_configs(recipe: Recipe) -> list[HeadwaterConfig]:
 
 def uses_processes(recipe: Recipe) -> bool:
     """Whether a recipe trains with several processes."""
-    return recipe.training.devices * recipe.training.nodes > 1 or "TORCHELASTIC_RUN_ID" in os.environ
+    return recipe.training.world_size > 1 or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_finished(recipe: Recipe, folder: Path) -> bool:

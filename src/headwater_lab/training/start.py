@@ -460,13 +460,13 @@ def advise_on_memory(training: Training, of_images: bool, world: int) -> Iterato
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
-        ways = {
+        remedies = {
             "training.gradient_checkpointing=true": not training.gradient_checkpointing,
             "training.loss_chunk_tokens=1024": not (training.loss_chunk_tokens or training.distillation or of_images),
             "a smaller training.batch_size with a larger training.gradient_accumulation_steps": True,
             "training.strategy=fsdp on several devices": not is_sharded(training),
         }
-        advice = ", ".join(way for way, helps in ways.items() if helps)
+        advice = ", ".join(remedy for remedy, helps in remedies.items() if helps)
         raise HeadwaterError(
             f"Out of memory with {training.batch_size // world} rows per process; try {advice}. `headwater plan "
             "RECIPE` estimates what a step takes."
