@@ -141,7 +141,7 @@ class Wanted:
 
 def wants_slow(expression: str) -> bool:
     """Whether `-m` with this expression runs tests that are slow."""
-    return Expression.compile(expression or "slow").evaluate(lambda name, **given: name == "slow")
+    return Expression.compile(expression or "slow").evaluate(lambda name, **options: name == "slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,9 +29,9 @@ class RemadeConfig(PreTrainedConfig):
     mistake: str = ""
     layer_types: list[str] | None = None
 
-    def __post_init__(self, **given: Any) -> None:
+    def __post_init__(self, **options: Any) -> None:
         self.layer_types = ["hybrid"] * self.num_hidden_layers  # a layer's cache holds keys, values and a convolution's
-        super().__post_init__(**given)
+        super().__post_init__(**options)
 
 
 class Forgetful(DynamicCache):

@@ -36,7 +36,7 @@ COMPARED = TINY | {"compare": {"arms": ARMS, "baseline": "base", "seeds": [0, 1]
 
 def test_train_takes_a_mapping_and_gives_table_and_model(tmp_path):
     heard = []
-    run = lab.train(TINY, str(tmp_path / "run"), overrides=["seed=3"], on_event=lambda *said: heard.append(said))
+    run = lab.train(TINY, str(tmp_path / "run"), overrides=["seed=3"], on_event=lambda *event: heard.append(event))
     assert run.record.seed == 3
     assert [row["step"] for row in run.table()] == [2, 4]
     assert run.to_pandas()["accuracy"].tolist() == [row["accuracy"] for row in run.table()]
@@ -93,7 +93,7 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("models", "options", "said"),
+    ("models", "options", "message"),
     [
         (["gpt2-124"], {}, "did you mean 'gpt2-124m'"),
         (["nowhere.yaml"], {}, "no recipe"),
@@ -111,8 +111,8 @@ def test_plan_takes_what_the_command_takes(tmp_path, monkeypatch):
         (["gpt2-124m"], {"contxt": 64}, "did you mean 'context'"),
     ],
 )
-def test_mistakes_in_plan_get_one_sentence(models, options, said):
-    with pytest.raises(HeadwaterError, match=said):
+def test_mistakes_in_plan_get_one_sentence(models, options, message):
+    with pytest.raises(HeadwaterError, match=message):
         lab.plan(*models, **options)
 
 
@@ -189,9 +189,9 @@ def test_grow_takes_a_model_or_its_folder_and_nothing_prints(tmp_path, capfd):
         assert logging.is_progress_bar_enabled()  # as it was
     finally:
         (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-    said = "".join(capfd.readouterr())
-    assert "Writing" not in said
-    assert "Loading" not in said
+    text = "".join(capfd.readouterr())
+    assert "Writing" not in text
+    assert "Loading" not in text
     for source, error in ((tmp_path / "nowhere", "no local file or folder"), (3, "not 'int'")):
         with pytest.raises(HeadwaterError, match=error):
             lab.grow(source, attention_pairs=6)
@@ -343,13 +343,13 @@ def test_the_notebook_runs_in_jupyter(tmp_path):
         assert "<table>" in outputs[name][-1].data["text/html"]
     assert "300/300" in outputs["run"][0].data["text/plain"]
     assert "<progress" in outputs["compared"][0].data["text/html"]
-    for name, said in zip(more, ("There is no recipe 'nanogtp'", "Stopped after step", ""), strict=True):
+    for name, message in zip(more, ("There is no recipe 'nanogtp'", "Stopped after step", ""), strict=True):
         output = outputs[name.splitlines()[-1]][-1]
-        assert output.output_type == ("error" if said else "execute_result")
-        if said:
+        assert output.output_type == ("error" if message else "execute_result")
+        if message:
             place, sentence = output.traceback
             assert place.endswith(name.splitlines()[-1])
-            assert said in sentence
+            assert message in sentence
     assert "runs/long: stopped" in outputs[more[-1]][-1].data["text/plain"]
 
 

@@ -125,12 +125,12 @@ def mentions(file: Path) -> Iterator[str]:
     """Where a file knows a mechanism: its module, its class, or its name in a text that is no docstring."""
     modules = {path.partition(":")[0].rpartition(".")[2] for path in MECHANISMS.built_in.values()}
     classes = {path.partition(":")[2] for path in MECHANISMS.built_in.values()}
-    said = re.compile(rf"\b({'|'.join(modules | classes | set(MECHANISMS.built_in))})\b", re.IGNORECASE)
+    match = re.compile(rf"\b({'|'.join(modules | classes | set(MECHANISMS.built_in))})\b", re.IGNORECASE)
     for name in imports(file):
         if name.split(".")[0] == "mechanisms" and (modules | classes | {"*"}) & set(name.split(".")[1:]):
             yield f"imports {name}"
     for node in nodes(file):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and said.search(node.value):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and match.search(node.value):
             yield f"{node.lineno} says {node.value!r}"
         name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         if name in classes or (name in modules and isinstance(node, ast.Attribute)):

@@ -105,7 +105,7 @@ def test_prompts_from_stdin_and_jsonl(run, recipe, tmp_path, monkeypatch):
         assert dynamic[0] == small[0] == 0
         assert len(small[1]) > 40 * len(made[1]["prompt"])
         sizes = [
-            int(said.partition("cache ")[2].partition(" bytes")[0].replace(",", "")) for *_, said in (dynamic, small)
+            int(err.partition("cache ")[2].partition(" bytes")[0].replace(",", "")) for *_, err in (dynamic, small)
         ]
         assert sizes[1] < sizes[0] / 2
 
@@ -158,8 +158,8 @@ def test_prompts_that_are_none(run, tmp_path, arguments, message):
     ):
         (tmp_path / name).write_text(text)
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00x")
-    said = run("generate", tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))
-    assert message in sentence(said)
+    written = run("generate", tmp_path, *(argument.format(folder=tmp_path) for argument in arguments))
+    assert message in sentence(written)
 
 
 def test_generated_text_is_that_of_the_uncached_model(run, recipe, tmp_path):
@@ -389,9 +389,9 @@ def test_an_override_that_an_arm_overrules_is_told(run, recipe, tmp_path):
     }
     recipe.write_text(yaml.safe_dump(values))
     section = "model={hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2}"  # merged with the arm's
-    given = (section, "training.steps=1", "training.warmup_steps=0", "compare.seeds=[1]")
-    for arm, said in (("a", ""), ("b", "training.steps has no effect, because the arm 'b' sets it")):
-        code, _, err = run("train", recipe, "--arm", arm, *given, "--out", tmp_path / arm)
+    arguments = (section, "training.steps=1", "training.warmup_steps=0", "compare.seeds=[1]")
+    for arm, message in (("a", ""), ("b", "training.steps has no effect, because the arm 'b' sets it")):
+        code, _, err = run("train", recipe, "--arm", arm, *arguments, "--out", tmp_path / arm)
         assert code == 0
-        assert said in err
-        assert err.count("no effect") == bool(said)
+        assert message in err
+        assert err.count("no effect") == bool(message)

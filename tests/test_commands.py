@@ -45,10 +45,10 @@ def test_shipped_recipes_are_listed_with_a_line_each(run):
     assert all(name in out for name in shipped_recipes())
 
 
-@pytest.mark.parametrize("said", ["shakespeare", "recipes/shakespeare.yaml", "shakespeare.yaml"])
-def test_a_shipped_recipe_is_found_by_name_wherever_one_is(said, tmp_path, monkeypatch):
+@pytest.mark.parametrize("message", ["shakespeare", "recipes/shakespeare.yaml", "shakespeare.yaml"])
+def test_a_shipped_recipe_is_found_by_name_wherever_one_is(message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_recipe(said) == recipes_folder() / "shakespeare.yaml"
+    assert find_recipe(message) == recipes_folder() / "shakespeare.yaml"
 
 
 def test_of_names_and_files(tmp_path, monkeypatch):
@@ -108,14 +108,14 @@ def test_completion_is_shown_and_nothing_is_written_unless_asked(tmp_path):
 
 
 def test_numbers_that_no_option_can_mean_are_refused_by_all(run, tiny):
-    for arguments, said in (
+    for arguments, message in (
         (["generate", ".", "x", "--seed", -(2**64)], "64 bits"),
         (["generate", ".", "x", "--seed", 2**40], "too large"),
         (["plan", "gpt2-124m", "--mfu", "nan"], "finite"),
     ):
         code, _, err = run(*arguments)
         assert code == 2
-        assert re.search(rf"--[a-z-]+: .*{said}", err), err
+        assert re.search(rf"--[a-z-]+: .*{message}", err), err
 
 
 def test_a_repeated_option_of_one_value_is_reported(run):
@@ -143,14 +143,14 @@ def test_an_output_that_cannot_be_shown_is_refused(run, tiny, tmp_path, monkeypa
 
 def test_a_place_is_tried_before_there_is_work_to_lose(tmp_path):
     (tmp_path / "file").write_text("mine")
-    for target, folder, said in (
+    for target, folder, message in (
         (tmp_path / "file" / "x", True, "folder"),
         (tmp_path / "file", True, "folder"),
         (tmp_path / "missing" / "x.json", False, "folder"),
         (Path("/proc/x.json"), False, "cannot be written"),
         (Path("/proc/x/y"), True, "cannot be written"),
     ):
-        with pytest.raises(HeadwaterError, match=said):
+        with pytest.raises(HeadwaterError, match=message):
             check_writable(target, folder)
     check_writable(tmp_path / "file")
     check_writable(tmp_path / "new" / "deeper", folder=True)
@@ -219,7 +219,7 @@ def test_the_help_of_options_is_taken_out_of_the_docstring():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["trian"], "There is no command trian; did you mean train?"),
         (["train", "shakespeare", "--resum"], "There is no option --resum; did you mean --resume?"),
@@ -227,11 +227,11 @@ def test_the_help_of_options_is_taken_out_of_the_docstring():
         (["train"], "Missing argument 'recipe'"),
     ],
 )
-def test_a_command_line_that_cannot_be_parsed_is_one_sentence(run, arguments, said):
+def test_a_command_line_that_cannot_be_parsed_is_one_sentence(run, arguments, message):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(

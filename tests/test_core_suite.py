@@ -234,7 +234,7 @@ ITEM = {"query": "q", "choices": ["a", "b"], "gold": 0}
 
 
 @pytest.mark.parametrize(
-    ("tasks", "row", "said"),
+    ("tasks", "row", "message"),
     [
         ("core@5", ITEM, "core/NAME@SHOTS, not 'core@5'"),
         ("core/piga", ITEM, "did you mean 'piqa'"),
@@ -250,9 +250,9 @@ ITEM = {"query": "q", "choices": ["a", "b"], "gold": 0}
         ("core", {"context": None, "continuation": "a"}, "missing, empty or not a text"),
     ],
 )
-def test_bad_input_is_one_sentence(tasks, row, said, models, tmp_path):
+def test_bad_input_is_one_sentence(tasks, row, message, models, tmp_path):
     (tmp_path / "piqa.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(HeadwaterError, match=said) as caught:
+    with pytest.raises(HeadwaterError, match=message) as caught:
         evaluate(models[:1], [tasks], task_files=tmp_path)
     assert "\n" not in str(caught.value)
 

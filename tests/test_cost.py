@@ -330,7 +330,7 @@ def test_a_stream_in_bf16_keeps_less_than_autocast():
 def test_masks_of_packed_rows_are_those_autograd_keeps(precision):
     made = config(**WIDE)
     positions = {"position_ids": (torch.arange(128) % 50)[None].expand(2, -1)}
-    with_mask, without = (kept_by_autograd(made, 128, 2, precision, **given) for given in (positions, {}))
+    with_mask, without = (kept_by_autograd(made, 128, 2, precision, **options) for options in (positions, {}))
     masks = activation_bytes(made, 128, 2, precision, masked=True)["masks"]
     # The mask itself, of booleans, is not stored for the backward pass, but its copies are; so are the rotary angles.
     assert with_mask - without == pytest.approx(masks - 2 * 128 * 128, rel=0.02, abs=2 * 128 * 64 * 8)
@@ -343,7 +343,7 @@ def test_masks_of_packed_rows_are_those_autograd_keeps(precision):
 @pytest.mark.parametrize("chunk", [16, 100, 10**6])
 def test_chunks_of_the_loss_keep_no_logits(chunk):
     made = config(**WIDE)
-    whole, parts = (activation_bytes(made, 128, 2, loss_chunk_tokens=given) for given in (None, chunk))
+    whole, parts = (activation_bytes(made, 128, 2, loss_chunk_tokens=options) for options in (None, chunk))
     head = 4 * made.vocab_size * made.hidden_size
     kept = kept_by_autograd(made, 128, 2, loss_chunk_tokens=chunk, skip_logits=True)
     assert parts["kept"] + head == pytest.approx(kept, rel=0.03)

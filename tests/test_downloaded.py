@@ -124,11 +124,11 @@ class Download:
         """Exit code, and what was said on stderr. Fails if the command did what it should not do."""
         environment = os.environ | {"FLAG": str(self.flag), VARIABLE: ""}
         words = [str(self.folder), str(self.flag), str(self.secret), *map(str, arguments)]
-        code, _, said = processes.run(*words, call=_watched, env=environment)
+        code, _, stderr = processes.run(*words, call=_watched, env=environment)
         done = self.flag.read_text() if self.flag.exists() else ""
         assert not done, (arguments, done)
-        assert "Traceback" not in said, said
-        return code, said
+        assert "Traceback" not in stderr, stderr
+        return code, stderr
 
 
 @pytest.fixture
@@ -199,8 +199,8 @@ IGNORED = [plant_beside, plant_in_tokenizer, plant_in_generation, plant_in_confi
 def test_what_lies_beside_a_model_is_left_alone(download):
     for plant in IGNORED:
         plant(download)
-    code, said = download.run_command("generate", "model", "line 1", "--max-new-tokens", 2)
-    assert code == 0, said
+    code, text = download.run_command("generate", "model", "line 1", "--max-new-tokens", 2)
+    assert code == 0, text
 
 
 def test_a_command_started_in_the_folder_imports_nothing_from_it(download):
@@ -331,9 +331,9 @@ def test_no_command_runs_what_a_checkpoint_says(download, recipe, what):
     values = recipe(training={"steps": 1, "warmup_steps": 0}).model_dump(mode="json", exclude={"model"})
     (download.folder.parent / "recipe.yaml").write_text(json.dumps(values))
     for command, words in OF_CHECKPOINTS.items():
-        code, said = download.run_command(*words)
-        print(what, command, code, said.strip()[-150:])
-        assert code in (0, 1, 2), (command, said)
+        code, text = download.run_command(*words)
+        print(what, command, code, text.strip()[-150:])
+        assert code in (0, 1, 2), (command, text)
 
 
 def _set(*path: str, to: object) -> Callable[[dict], None]:
@@ -373,9 +373,9 @@ def test_no_command_runs_what_a_record_says(download, what):
     plant_beside(download)
     download.change_records(IN_RECORDS[what], differ=what in ("optimizer", "schedule", "data"))
     for command, words in OF_RECORDS.items():
-        code, said = download.run_command(*words)
-        print(what, command, code, said.strip()[-150:])
-        assert code in (0, 2), (command, said)
+        code, text = download.run_command(*words)
+        print(what, command, code, text.strip()[-150:])
+        assert code in (0, 2), (command, text)
 
 
 @pytest.mark.slow
@@ -393,8 +393,8 @@ def test_a_recipe_has_no_tags(download):
         "name: !!python/object/apply:os.system ['touch $FLAG']\ndata: {kind: induction}\n"
     )
     for words in (["train", "recipe.yaml"], ["plan", "recipe.yaml"], ["compare", "recipe.yaml"]):
-        code, said = download.run_command(*words)
-        assert code == 2, said
+        code, text = download.run_command(*words)
+        assert code == 2, text
 
 
 def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
@@ -404,8 +404,8 @@ def test_pictures_heed_no_settings_of_the_current_folder(tmp_path, monkeypatch):
 
     from headwater_lab.util.outputs import default_style, save_figure
 
-    def start(*given, **named):
-        raise AssertionError(given)
+    def start(*arguments, **named):
+        raise AssertionError(arguments)
 
     monkeypatch.setattr(subprocess, "Popen", start)
     with rc_context({"text.usetex": True}):

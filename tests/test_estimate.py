@@ -80,8 +80,8 @@ def test_keys_and_values_of_a_latent_are_made_again_for_every_token():
     attention, made = 4 * 64, 2 * (2 * 32) * 32  # 32 channels become two keys and two values, 64 numbers
     assert after - before == 40 * 4 * (attention + made)
     ordinary, stored = (
-        HeadwaterConfig(**SHAPE, num_key_value_heads=2, **given)
-        for given in ({}, dict(mechanisms={"low_rank_kv": {}}, materialise=True))
+        HeadwaterConfig(**SHAPE, num_key_value_heads=2, **options)
+        for options in ({}, dict(mechanisms={"low_rank_kv": {}}, materialise=True))
     )
     before, after = (cost.decoding_flops(stored, tokens) for tokens in (50, 90))
     assert after - before == 40 * 4 * attention

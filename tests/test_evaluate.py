@@ -216,8 +216,8 @@ def test_models_are_read_through_the_same_quantized_cache(tmp_path, run):
     llama = teach_llama(LETTERS * 60, positions=256, steps=20, stride=700)
     llama.save_pretrained(tmp_path / "llama")
     byte_tokenizer().save_pretrained(tmp_path / "llama")
-    code, _, said = run("retrofit", tmp_path / "llama", "--out", tmp_path / "converted")
-    assert code == 0, said
+    code, _, stderr = run("retrofit", tmp_path / "llama", "--out", tmp_path / "converted")
+    assert code == 0, stderr
     sources = [str(tmp_path / name) for name in ("llama", "converted")]
     text = [str(write(tmp_path / "text" / "a.txt", LETTERS * 30))]
     result = evaluate(sources, text=text, context=256, cache_bits=2)
@@ -346,30 +346,30 @@ def test_numbers_hidden_in_a_text_are_asked_for(tmp_path, run, monkeypatch):
     items = [json.loads(line) for line in (tmp_path / "needle" / "needle_500.jsonl").read_text().splitlines()]
     assert len(items) == 6
     for index, item in enumerate(items):
-        before, said, _ = item["text"].partition(f"{item['text'].rpartition('Answer: ')[2]}{item['target']}.")
-        assert said, "the answer stands in the text"
+        before, answer, _ = item["text"].partition(f"{item['text'].rpartition('Answer: ')[2]}{item['target']}.")
+        assert answer, "the answer stands in the text"
         assert item["text"].count(item["target"]) == 1
         assert item["text"].count("The secret number of") == 4 + 1, "four numbers, and the question"
         middle = len(before) / len(item["text"])
         assert (middle < 0.2, 0.2 < middle < 0.7, middle > 0.4)[index % 3], middle
         assert len(item["text"] + item["target"]) <= 500
-    code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
-    assert code == 0, said
+    code, printed, stderr = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 512)
+    assert code == 0, stderr
     assert "needle_500" in printed
     assert "cuts the beginning" not in printed
     code, printed, _ = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--context", 300)
     assert "the context of model cuts the beginning of 6 prompts" in " ".join(printed.split())
     pytest.importorskip("optimum.quanto")
-    code, printed, said = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--cache-bits", 2)
-    assert code == 0, said
+    code, printed, stderr = run("evaluate", tmp_path / "model", "--task-files", tmp_path / "needle", "--cache-bits", 2)
+    assert code == 0, stderr
     assert "model: at most 6 of 6 rows of tasks were read from a quantized cache" in " ".join(printed.split())
     short = write(tmp_path / "short" / "texts.jsonl", "".join(f'{{"text": "Text {n}."}}\n' for n in range(5)))
-    code, printed, said = run("evaluate", tmp_path / "model", "--text", short / "texts.jsonl", "--cache-bits", 2)
-    assert code == 0, said
+    code, printed, stderr = run("evaluate", tmp_path / "model", "--text", short / "texts.jsonl", "--cache-bits", 2)
+    assert code == 0, stderr
     assert "model: at most 0 of 5 rows of text were read from a quantized cache" in " ".join(printed.split())
     options = "--task-files", TASKS, "--tasks", "closing", "--cache-bits", 2
-    code, printed, said = run("evaluate", tmp_path / "model", *options)
-    assert code == 0, said
+    code, printed, stderr = run("evaluate", tmp_path / "model", *options)
+    assert code == 0, stderr
     assert "model: at most 0 of " in printed
 
 
@@ -379,8 +379,8 @@ def test_prompts_that_a_continuation_does_not_fit_behind_are_counted(folder, tmp
     task = f"task: continued\ndataset_path: json\ndataset_kwargs: {{data_files: {data}}}\ntest_split: train\n"
     task += "output_type: generate_until\ngeneration_kwargs: {max_gen_toks: 4}\ndoc_to_text: q\ndoc_to_target: a\n"
     files = write(tmp_path / "tasks" / "a.yaml", task)
-    code, printed, said = run("evaluate", folder / "twin", "--task-files", files, "--context", 64)
-    assert code == 0, said
+    code, printed, stderr = run("evaluate", folder / "twin", "--task-files", files, "--context", 64)
+    assert code == 0, stderr
     assert "continued: the context of twin cuts the beginning of 2 prompts" in " ".join(printed.split())
 
 
@@ -397,10 +397,10 @@ def test_a_quantized_cache_is_measured_by_the_command(kind, tmp_path, run):
     text = write(tmp_path / "text" / "a.txt", LETTERS * 30)
     losses = []
     for bits in ([], ["--cache-bits", 4], ["--cache-bits", 2]):
-        code, _, said = run(
+        code, _, stderr = run(
             "evaluate", tmp_path / "llama", "--text", text, "--context", 256, *bits, "--out", tmp_path / "o.json"
         )
-        assert code == 0, said
+        assert code == 0, stderr
         result = json.loads((tmp_path / "o.json").read_text())
         assert result["settings"]["cache_bits"] == (bits[1] if bits else None)
         losses.append(next(row["figures"]["llama"]["value"] for row in result["rows"] if row["metric"] == "loss"))
@@ -584,7 +584,7 @@ def write(file: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--tasks", "closin", "--task-files", TASKS], "did you mean 'closing'"),
         (["--task-files", "nowhere"], "no task file or folder 'nowhere'"),
@@ -603,7 +603,7 @@ def write(file: Path, text: str) -> Path:
         (["--text", TASKS, "--out", "nowhere/a.json"], "no folder 'nowhere'"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run, monkeypatch):
+def test_bad_input_is_one_sentence(arguments, message, folder, tmp_path, run, monkeypatch):
     # lm-eval's index of all its tasks takes five seconds: those of one folder stand for them.
     from lm_eval.tasks import manager
 
@@ -622,10 +622,10 @@ def test_bad_input_is_one_sentence(arguments, said, folder, tmp_path, run, monke
         ),
         "blank": write(tmp_path / "blank" / "a.txt", ""),
     }
-    given = [str(argument).format(**places) for argument in arguments]
-    code, _, err = run("evaluate", folder / "twin", *given)
+    options = [str(argument).format(**places) for argument in arguments]
+    code, _, err = run("evaluate", folder / "twin", *options)
     assert code == 2, err
-    assert said in err.strip().splitlines()[-1]
+    assert message in err.strip().splitlines()[-1]
     assert "Traceback" not in err
 
 
@@ -646,18 +646,18 @@ def test_models_that_cannot_be_evaluated_are_refused(folder, other, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_hidden_layers": 10**8}, "layers"),
         ({"num_labels": 10**9}, "num_labels"),
         ({"hidden_size": 2**17, "intermediate_size": 2**18}, "at most"),
     ],
 )
-def test_configs_larger_than_their_weights_are_refused_before_memory_is_taken(changes, said, folder, tmp_path):
+def test_configs_larger_than_their_weights_are_refused_before_memory_is_taken(changes, message, folder, tmp_path):
     shutil.copytree(folder / "llama", tmp_path / "llama")
     file = tmp_path / "llama" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    with pytest.raises(HeadwaterError, match=said):
+    with pytest.raises(HeadwaterError, match=message):
         find_candidates([str(tmp_path / "llama")])[0].load_model("cpu", "auto")
 
 

@@ -48,8 +48,8 @@ trust = dict(trust_remote_code=True)
 def run(script: str, root: Path) -> dict:
     """What `script` leaves in `answer`, run in a process of its own with its own copies of remote code."""
     arguments = [str(root), *map(json.dumps, (PROMPT.tolist(), GENERATE))]
-    ((ended, printed, said),) = apart([f"arguments = {arguments!r}\n{script}\nprint(json.dumps(answer))"], "models")
-    assert ended == 0, said[-4000:]
+    ((ended, printed, stderr),) = apart([f"arguments = {arguments!r}\n{script}\nprint(json.dumps(answer))"], "models")
+    assert ended == 0, stderr[-4000:]
     return json.loads(printed.splitlines()[-1])
 
 

@@ -84,7 +84,7 @@ class TestGrow:
         assert (event.kind, event.details["attention_pairs"]) == ("grown", 1000)
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             (["attention_pairs=3"], "at least 7"),
             (["attention_pairs=0"], "greater than or equal to 1"),
@@ -94,22 +94,22 @@ class TestGrow:
             (["ffn_pairs=20", "tau=x"], "'keep' or 'recompute'"),
         ],
     )
-    def test_what_it_cannot_do_is_one_sentence(self, run, small, arguments, said, tmp_path):
+    def test_what_it_cannot_do_is_one_sentence(self, run, small, arguments, message, tmp_path):
         code, _, err = run("grow", small, *arguments, "--out", tmp_path / "x")
         assert code == 2
-        assert said in err
+        assert message in err
         assert len(err.strip().splitlines()) == 1
         assert not (tmp_path / "x").exists()
 
     def test_a_model_of_linear_maps_and_a_damaged_one_are_refused(self, run, tmp_path, small):
         write_model(tmp_path / "linear", shared())
-        for (command, *to), said in (
+        for (command, *to), message in (
             (("grow", "attention_pairs=9"), "no parameter tokens"),
             (("shrink", "--attention-pairs", 9), "does not record what it was trained on"),
         ):
             code, _, err = run(command, tmp_path / "linear", *to)
             assert code == 2
-            assert said in err
+            assert message in err
         file = small / "model.safetensors"
         tensors = load_file(file)
         tensors["model.layers.0.mlp.key"] = tensors["model.layers.0.mlp.key"][:5]
@@ -135,10 +135,10 @@ class TestGrow:
         code, _, err = run("grow", small, "attention_pairs=9", "--out", tmp_path / "file" / "x")
         assert code == 2
         assert "cannot be written" in err
-        for pairs, said in ((2_000_000_000, "GB of memory"), (99_999_999_999, "less than or equal to")):
+        for pairs, message in ((2_000_000_000, "GB of memory"), (99_999_999_999, "less than or equal to")):
             code, _, err = run("grow", small, f"attention_pairs={pairs}", "--out", tmp_path / "x")
             assert code == 2
-            assert said in err
+            assert message in err
 
     def test_a_folder_that_is_in_use_is_refused_before_any_work(self, run, small):
         target = small.with_name("small-grown")
@@ -233,9 +233,9 @@ def test_a_state_of_other_shapes_is_left_out_with_a_sentence(run, tmp_path):
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     assert run("train", tmp_path / "recipe.yaml", "--out", tmp_path / "run")[0] == 0
-    code, _, said = run("grow", tmp_path / "run", "num_hidden_layers=4", "--out", tmp_path / "deeper")
-    assert code == 0, said
-    assert "cannot be kept" in said
+    code, _, stderr = run("grow", tmp_path / "run", "num_hidden_layers=4", "--out", tmp_path / "deeper")
+    assert code == 0, stderr
+    assert "cannot be kept" in stderr
     assert newest_checkpoint(tmp_path / "deeper").is_dir()
 
 
@@ -268,7 +268,7 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, recipe, tmp_path, c
     text = tmp_path / "text.txt"
     text.write_text("A text of its own. " * 40)
     assert run("shrink", one, "--attention-pairs", 3, "--text", text, "--out", tmp_path / "s")[0] == 0
-    for arguments, said in (
+    for arguments, message in (
         (["--attention-pairs", 0], "1 to 8"),
         (["--ffn-pairs", 10], "1 to 9"),
         ([], "Nothing would shrink"),
@@ -276,7 +276,7 @@ def test_shrink_takes_pairs_away_and_says_what_it_costs(run, recipe, tmp_path, c
     ):
         code, _, err = run("shrink", one, *arguments, "--out", tmp_path / "x")
         assert code == 2
-        assert said in err
+        assert message in err
 
 
 class TestRetrofit:
@@ -315,14 +315,14 @@ class TestRetrofit:
         assert a.keys() == b.keys()
         assert all(torch.equal(a[name], b[name]) for name in a)
         assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "llama"
-        for arguments, said in (
+        for arguments, message in (
             (["--family", "gpt2"], "gpt2"),
             (["--family", "bert"], "bert"),
             (["--family", "source", "--materialise"], "--materialise"),
         ):
             code, _, err = run("export", tmp_path / "ours", "--out", tmp_path / "x", *arguments)
             assert code == 2
-            assert said in err
+            assert message in err
         write_model(tmp_path / "own", shared())
         code, _, err = run("export", tmp_path / "own", "--out", tmp_path / "x", "--family", "source")
         assert code == 2
@@ -343,7 +343,7 @@ class TestRetrofit:
 
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             (["--mechanism", "svformer"], "--allow-change"),
             (["--mechanism", "kv_shift={variant: gate}"], "--allow-change"),
@@ -358,10 +358,10 @@ class TestRetrofit:
             (["--layout", "tokenformr"], "tokenformer"),
         ],
     )
-    def test_what_it_cannot_do_is_one_sentence(self, run, llama, arguments, said, tmp_path):
+    def test_what_it_cannot_do_is_one_sentence(self, run, llama, arguments, message, tmp_path):
         code, _, err = run("retrofit", llama, *arguments, "--out", tmp_path / "x")
         assert code == 2
-        assert said in " ".join(err.replace("│", " ").split())
+        assert message in " ".join(err.replace("│", " ").split())
         assert len(err.strip().splitlines()) == 1
         assert not (tmp_path / "x").exists()
 
@@ -379,10 +379,10 @@ class TestRetrofit:
     def test_files_that_are_no_checkpoint_are_one_sentence(self, run, llama, tmp_path):
         (tmp_path / "text.pt").write_text("hello")
         (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
-        for name, said in (("text.pt", "cannot be read"), ("model.gguf", "GGUF")):
+        for name, message in (("text.pt", "cannot be read"), ("model.gguf", "GGUF")):
             code, _, err = run("retrofit", tmp_path / name)
             assert code == 2
-            assert said in err
+            assert message in err
         (llama / "tokenizer.json").write_text("{")
         code, _, err = run("retrofit", llama)
         assert code == 2
@@ -440,15 +440,15 @@ def test_no_command_writes_into_its_source(run, small, tmp_path, place):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--mechanism", "kv_shift", "--rows", 4000], "--rows has no effect without --text"),
         (["--layout", "resformer", "--family", "gpt2"], "--family has no effect with --layout"),
         (["--allow-change"], "--allow-change has no effect without --mechanism"),
     ],
 )
-def test_options_that_would_do_nothing_are_refused(run, written, tmp_path, arguments, said):
+def test_options_that_would_do_nothing_are_refused(run, written, tmp_path, arguments, message):
     code, _, err = run("retrofit", written, *arguments, "--out", tmp_path / "x")
     assert code == 2
-    assert said in " ".join(err.split())
+    assert message in " ".join(err.split())
     assert not (tmp_path / "x").exists()

@@ -212,16 +212,16 @@ def test_uploads_are_refused_before_they_lose_something(
 
 def test_what_cannot_be_exported_is_said_in_words(trained: Path, run: Any, tmp_path: Path) -> None:
     out = tmp_path / "x"
-    said = run("export", trained, "--out", out, "--materialise")[2]
-    assert "kv_shift: an engine with paged attention lacks" in said
-    assert "leave out --materialise (in Python: materialise), and use generate or headwater serve." in said
+    stderr = run("export", trained, "--out", out, "--materialise")[2]
+    assert "kv_shift: an engine with paged attention lacks" in stderr
+    assert "leave out --materialise (in Python: materialise), and use generate or headwater serve." in stderr
     recommended = build(preset("headwater-base").mechanisms)  # which docs/serving.md says is refused
     image_model = HeadwaterForImageClassification(HeadwaterVisionConfig(hidden_size=16, num_attention_heads=2))
     for model, reason in (recommended, "short_conv: an engine"), (image_model, "is for engines that generate text"):
         with pytest.raises(HeadwaterError, match=rf"{reason}.* leave "):
             export(model, out, materialise=True)
-    said = run("export", trained, "--out", out, "--family", "llama")[2]
-    assert "cannot have mechanisms kv_shift and value_residual; change" in said
+    stderr = run("export", trained, "--out", out, "--family", "llama")[2]
+    assert "cannot have mechanisms kv_shift and value_residual; change" in stderr
     for options, difference in (
         ({"qk_norm": True}, "qk_norm true, only false"),
         ({"sliding_window": 2}, "sliding_window 2, only null"),
@@ -238,9 +238,9 @@ def test_the_command_for_an_adapter_merges_it(trained: Path, run: Any, tmp_path:
     model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)).eval()
     model.save_pretrained(adapter)
     for command in ("export", adapter, "--out", tmp_path / "x"), ("serve", adapter), ("generate", adapter, "a"):
-        said = run(*command)[2]
-        assert "is an adapter, not a model; merge the adapter first: python -c " in said
-    exec(shlex.split(said.partition("first: ")[2])[2])
+        stderr = run(*command)[2]
+        assert "is an adapter, not a model; merge the adapter first: python -c " in stderr
+    exec(shlex.split(stderr.partition("first: ")[2])[2])
     assert run("export", f"{adapter}-merged", "--out", tmp_path / "x")[0] == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "x")
     torch.testing.assert_close(merged(ids).logits, model(ids).logits)

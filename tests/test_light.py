@@ -88,8 +88,8 @@ def test_nothing_imports_more_than_it_needs(folder):
     for stage, codes in (("models", needless.keys() - estimated), ("torch", estimated)):
         codes = sorted(codes)
         made |= zip(codes, apart([code + TELL for code in codes], stage), strict=True)
-    for code, (ended, printed, said) in made.items():
-        assert ended == 0, said
+    for code, (ended, printed, stderr) in made.items():
+        assert ended == 0, stderr
         *shown, last = printed.splitlines()
         loaded = set(json.loads(last))
         assert not loaded & needless[code], code
@@ -125,8 +125,8 @@ def test_auto_classes_know_the_models_in_any_order_of_imports(folder):
     before = f"import os, sys\nsys.argv[1:] = [{str(folder)!r}]\nos.environ['HF_HUB_OFFLINE'] = '1'\n"
     orders = ORDERS | (MORE_ORDERS if Wanted.slow else {})
     codes = [f"{before}{code}\nprint(type(model).__name__)" for code in orders.values()]
-    for order, (ended, printed, said) in zip(orders, apart(codes, "compiler"), strict=True):
-        assert (ended, printed.split()[-1:]) == (0, ["HeadwaterForCausalLM"]), (order, said)
+    for order, (ended, printed, stderr) in zip(orders, apart(codes, "compiler"), strict=True):
+        assert (ended, printed.split()[-1:]) == (0, ["HeadwaterForCausalLM"]), (order, stderr)
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_caches_know_the_layers_of_a_config_alone():
         "cache = DynamicCache(config=HeadwaterConfig(mechanisms={'kv_shift': {}}))\n"
         "print(type(cache.layers[0]).__name__)"
     )
-    (ended, printed, said), *_ = apart([code], "compiler")
-    assert (ended, printed.split()) == (0, ["HeadwaterLayer"]), said
+    (ended, printed, stderr), *_ = apart([code], "compiler")
+    assert (ended, printed.split()) == (0, ["HeadwaterLayer"]), stderr
 
 
 # Takes packages away, as where they were never installed: no finder has them. `hide` says which ones from now on.
@@ -186,9 +186,9 @@ for arguments, absent in {lines}:
     except SystemExit as stop:
         print(f"exit code {{stop.code}}", file=sys.stderr)
 """
-    _, _, said = hiding(code, tmp_path)
-    *each, _ = said.split("exit code 2\n")
-    assert len(each) == len(EXTRAS), said
+    _, _, stderr = hiding(code, tmp_path)
+    *each, _ = stderr.split("exit code 2\n")
+    assert len(each) == len(EXTRAS), stderr
     for (extra, _), words in zip(EXTRAS.values(), each, strict=True):
         assert f"{CLONE}[{extra}]" in words.splitlines()[-1].partition("pip install ")[2]
         assert "Traceback" not in words
@@ -217,8 +217,8 @@ for line in {lines}:
         assert not stop.code, line
 assert not sys.modules.keys() & {{*{FRAMES}}}
 """
-    ended, printed, said = hiding(code, tmp_path)
-    assert ended == 0, said
+    ended, printed, stderr = hiding(code, tmp_path)
+    assert ended == 0, stderr
     assert "{'base': " in printed
     assert (folder / "report.html").is_file()
 
@@ -234,7 +234,7 @@ from pathlib import Path
 import headwater
 import headwater_lab as lab
 
-def said(call):
+def print_answer(call):
     try:
         call()
     except headwater.HeadwaterError as error:
@@ -247,9 +247,9 @@ def theorems():
 small = {"name": "small", "data": {"kind": "induction", "held_out": 4, "length": 8, "vocab_size": 8},
          "model": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
          "training": {"steps": 1, "batch_size": 2}}
-said(lambda: lab.train(small))
-said(lambda: lab.compare(small))
-said(theorems)
+print_answer(lambda: lab.train(small))
+print_answer(lambda: lab.compare(small))
+print_answer(theorems)
 try:
     import lm_eval  # by others than headwater: Python's own error
 except ModuleNotFoundError as error:
@@ -268,13 +268,13 @@ def titans():
 def logging():
     start_wandb(recipe, Path(), "run")
 for call in (prepare_lm_eval, logging, lambda: spec(headwater.HeadwaterConfig()), titans):
-    said(call)
+    print_answer(call)
 for kind in ({"kind": "digits"}, {"kind": "glyphs"}, {"kind": "images", "source": "nowhere"}):
-    said(parse({"data": kind}, "the recipe").data.build)
+    print_answer(parse({"data": kind}, "the recipe").data.build)
 """
     )
-    ended, printed, said = hiding(code, tmp_path)
-    assert ended == 0, said
+    ended, printed, stderr = hiding(code, tmp_path)
+    assert ended == 0, stderr
     lines = [line for line in printed.splitlines() if "pip install" in line]
     extras = ("train", "report", "report", "evaluate", "wandb", "titan", "titan", *["vision"] * 3)
     assert [line.partition(f"{CLONE}[")[2].rstrip("'`.") for line in lines] == [f"{extra}]" for extra in extras]

@@ -63,14 +63,14 @@ class TestFiles:
     def test_commands_refuse_before_they_work(self, tmp_path, run):
         for name in ("notes.md", "config.json"):
             (file := tmp_path / name).write_text("precious\n")
-            code, _, said = run("evaluate", tmp_path / "no-model", "--text", file, "--out", file)
-            assert (code, "choose another name" in said) == (2, True), said
+            code, _, stderr = run("evaluate", tmp_path / "no-model", "--text", file, "--out", file)
+            assert (code, "choose another name" in stderr) == (2, True), stderr
             assert file.read_text() == "precious\n"
 
     def test_a_checkpoint_takes_no_other_files(self, tmp_path, run):
         (tmp_path / "SHA256SUMS").touch()
-        code, _, said = run("evaluate", "no-model", "--text", "text", "--out", tmp_path / "evaluation.json")
-        assert (code, "is a checkpoint" in said) == (2, True), said
+        code, _, stderr = run("evaluate", "no-model", "--text", "text", "--out", tmp_path / "evaluation.json")
+        assert (code, "is a checkpoint" in stderr) == (2, True), stderr
 
     def test_two_writers_have_temporary_files_of_their_own(self, tmp_path):
         with replace_file(tmp_path / "file") as first, replace_file(tmp_path / "file") as second:
@@ -210,9 +210,9 @@ class TestAddresses:
             ("retrofit", address),
             ("inspect", address),
         ):
-            code, _, said = run(*command)
-            assert code == 2, said
-            assert "is an address" in said or "no field 'source'" in said, said
+            code, _, stderr = run(*command)
+            assert code == 2, stderr
+            assert "is an address" in stderr or "no field 'source'" in stderr, stderr
         assert os.listdir(tmp_path) == []
 
     def test_functions_refuse_them(self, tmp_path, monkeypatch):
@@ -269,9 +269,9 @@ def test_an_output_folder_in_a_loop_of_links_or_around_this_one_is_a_sentence(tm
         tmp_path / "source" / "config.json" / "x",
     ):
         for command in ("grow", "export", "shrink"):
-            code, _, said = run(command, "..", "--out", out)
-            assert code == 2, said
-            assert "Traceback" not in said
+            code, _, stderr = run(command, "..", "--out", out)
+            assert code == 2, stderr
+            assert "Traceback" not in stderr
     assert os.listdir(tmp_path / "source" / "here") == []
 
 

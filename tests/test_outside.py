@@ -343,7 +343,7 @@ def test_an_absent_module_is_named(here):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("small:Nothing", "no 'Nothing'"),
         ("small:nn", "is not a valid mechanism"),
@@ -355,11 +355,11 @@ def test_an_absent_module_is_named(here):
         ("kv_shfit", "did you mean 'kv_shift'"),
     ],
 )
-def test_wrong_names_say_what_is_wrong(here, name, said):
+def test_wrong_names_say_what_is_wrong(here, name, message):
     (here / "small.py").write_text(SMALL)
     (here / "broken.py").write_text("1 / 0")
     trust_names(["small", "small:nn", "small:HeadwaterError", "smal", "broken"])
-    with pytest.raises(HeadwaterError, match=said):
+    with pytest.raises(HeadwaterError, match=message):
         config({name: {}})
 
 
@@ -378,7 +378,7 @@ class Acting(Mechanism):
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    ("plan", "message"),
     [
         (lambda plans: [plan.acting(Acting, Acting.transform_qvk) for plan in plans], "did you mean 'transform_qkv'"),
         (
@@ -399,22 +399,22 @@ class Acting(Mechanism):
         (lambda plans: plans, "defines transform_qkv but acts in no layer"),
     ],
 )
-def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, said):
+def test_a_plan_that_leaves_something_out_is_refused(monkeypatch, plan, message):
     monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
     monkeypatch.setattr(Acting, "plan_stages", classmethod(lambda cls, options, config, plans: plan(plans)))
-    with pytest.raises(HeadwaterError, match=said):
+    with pytest.raises(HeadwaterError, match=message):
         _ = plan_layers(config({"acting": {}}))
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (lambda x: x._replace(k=x.k[:, :1]), r"transform_qkv\(\) returned shapes .*, not"),
         (lambda x: x[1:], r"transform_qkv\(\) returned shapes"),
         (lambda x: None, r"transform_qkv\(\) returned shapes \[\], not"),
     ],
 )
-def test_a_stage_that_returns_other_shapes_is_refused(monkeypatch, returned, said):
+def test_a_stage_that_returns_other_shapes_is_refused(monkeypatch, returned, message):
     monkeypatch.setitem(MECHANISMS.added, "acting", Acting)
     act = classmethod(lambda cls, options, config, plans: [plan.acting(cls, cls.transform_qkv) for plan in plans])
     monkeypatch.setattr(Acting, "plan_stages", act)
@@ -425,7 +425,7 @@ def test_a_stage_that_returns_other_shapes_is_refused(monkeypatch, returned, sai
         HeadwaterForCausalLM(config({"acting": {}}))
     monkeypatch.setattr(Acting, "build_module", classmethod(lambda cls, options, config, plan: cls()))
     monkeypatch.setattr(Acting, "change", staticmethod(returned))
-    with pytest.raises(HeadwaterError, match=said):
+    with pytest.raises(HeadwaterError, match=message):
         HeadwaterForCausalLM(config({"acting": {}}))(tokens(1, 4))
 
 
@@ -717,18 +717,18 @@ def test_a_hook_is_called_before_each_step_and_goes_on_after_a_resume(convolved,
 
     seen = []
     monkeypatch.setattr(Convolved, "prepare_step", lambda self, kept, step: seen.append((tuple(kept), step.number)))
-    given = recipe(model={"mechanisms": convolved}, training={"steps": 4})
+    loaded = recipe(model={"mechanisms": convolved}, training={"steps": 4})
 
     def stop(step, point):
         if point is None and step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted):
-        train(given, tmp_path / "run", on_event=stop)
+        train(loaded, tmp_path / "run", on_event=stop)
     assert any("2 of them convolve." in notice.message for notice in read_record(tmp_path / "run").notices)
     assert seen == [((4, 2), number) for number in range(2) for _ in range(2)]
     seen.clear()
-    train(given, tmp_path / "run", resume=True)
+    train(loaded, tmp_path / "run", resume=True)
     assert seen == [((4, 2), number) for number in (2, 3) for _ in range(2)]
 
 
@@ -772,8 +772,8 @@ def test_a_retrofit_with_names_from_outside_is_trained_on(brought, here, run):
     sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, head_dim=8)
     theirs = MistralForCausalLM(MistralConfig(vocab_size=64, num_key_value_heads=1, sliding_window=None, **sizes))
     theirs.save_pretrained(here / "theirs")
-    given = [f"--mechanism={mechanism}={{begin: 1.0}}", f"--family={family}", "--allow-change", "--out=lifted"]
-    code, _, err = run("retrofit", here / "theirs", *given)
+    arguments = [f"--mechanism={mechanism}={{begin: 1.0}}", f"--family={family}", "--allow-change", "--out=lifted"]
+    code, _, err = run("retrofit", here / "theirs", *arguments)
     assert code == 0, err
     forget("small", "plain")
     done = train(
@@ -1003,8 +1003,8 @@ def test_comparisons_and_searches_work_with_a_mechanism_from_outside(gated, anew
     assert "minus plain" in anew("compare", "recipe.yaml", "compare.seeds=[0,1]", "--workers=1", "--out", "compared")
     assert "minus plain" in anew("report", "compared")
     assert "gated_table" not in sys.modules  # a report reads records alone
-    given = ["--search", f"--mechanism={gated}", "--mechanism=kv_shift", "--workers=1"]
-    assert "chosen: " in anew("compare", "recipe.yaml", *given, "--out", "searched")
+    arguments = ["--search", f"--mechanism={gated}", "--mechanism=kv_shift", "--workers=1"]
+    assert "chosen: " in anew("compare", "recipe.yaml", *arguments, "--out", "searched")
     shape = ["--layers=1", "--width=64", "--context=16", "--precision=32-true"]
     assert gated in anew("bench", "mechanisms", gated, *shape, "--batch-size=1", "--pairs=2")
     assert gated in anew("bench", "decode", gated, *shape, "--vocab-size=50", "--tokens=3", "--turns=2")

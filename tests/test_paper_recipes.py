@@ -262,8 +262,8 @@ def of(table: dict, name: str, arm: str):
 
 def mechanisms(recipe: Recipe) -> dict:
     """As the recipe gives them, or its preset."""
-    given = PRESETS[base].fields if (base := recipe.model.get("base")) in PRESETS else {}
-    return (given | recipe.model).get("mechanisms") or {}
+    options = PRESETS[base].fields if (base := recipe.model.get("base")) in PRESETS else {}
+    return (options | recipe.model).get("mechanisms") or {}
 
 
 def fewer(pairs: int | list[int]) -> int | list[int]:
@@ -405,16 +405,16 @@ def test_parameters_are_the_papers(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_mechanisms_are_the_papers(name):
     for arm, recipe in LOADED[name].items():
-        given = mechanisms(recipe)
+        options = mechanisms(recipe)
         if name in MECHANISMS:
-            assert given == MECHANISMS[name][arm], arm
+            assert options == MECHANISMS[name][arm], arm
         elif name.startswith("tokenformer/") and not arm.startswith("Transformer") and "transformers" not in name:
-            assert list(given) == ["pattention"], arm
+            assert list(options) == ["pattention"], arm
         elif name.startswith("tokenformer/"):
-            assert given == {}, arm
+            assert options == {}, arm
         else:
-            said = [word for word in NAMED if re.search(rf"(^|[ +]){word}( at |$)", arm)]
-            assert given == NAMED[said[-1]], arm
+            words = [word for word in NAMED if re.search(rf"(^|[ +]){word}( at |$)", arm)]
+            assert options == NAMED[words[-1]], arm
     assert name not in MECHANISMS or set(MECHANISMS[name]) == set(LOADED[name])
 
 
@@ -555,8 +555,8 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         assert run.training.warmup_steps == warmup[name != "124m"]
         pairs = PRESETS[f"{series}{name}"].fields["mechanisms"]["pattention"]
         if run.start is None:
-            given = config(run).mechanisms["pattention"]
-            assert {option: given[option] for option in pairs} == pairs
+            options = config(run).mechanisms["pattention"]
+            assert {option: options[option] for option in pairs} == pairs
         else:
             grow = run.start.grow
             assert (grow.attention_pairs, grow.ffn_pairs) == (pairs["attention_pairs"], pairs["ffn_pairs"])
@@ -569,9 +569,9 @@ def test_the_growth_series_is_the_papers(file, series, steps, warmup, growth):
         cost.training_flops(preset(f"{series}{name}"), 1024) * tokens_a_step(run) * run.training.steps
         for name, (run, _) in runs.items()
     ]
-    said = re.match(r"# Costs (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", cost_line(f"tokenformer/{file}"))
-    assert said is not None
-    assert [float(number) for number in said.groups()] == pytest.approx(flops, rel=0.01)
+    match = re.match(r"# Costs (\S+) \+ (\S+) \+ (\S+) \+ (\S+) FLOPs", cost_line(f"tokenformer/{file}"))
+    assert match is not None
+    assert [float(number) for number in match.groups()] == pytest.approx(flops, rel=0.01)
 
 
 @pytest.fixture(scope="module")

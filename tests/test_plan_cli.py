@@ -38,9 +38,9 @@ def test_presets_side_by_side(run):
 
 
 def test_prompts_are_estimated_where_layers_run_for_their_last_token_alone(run, estimates):
-    given = {"kv_source": {"keys": "last", "values": "last"}}
-    half = preset("resformer-82m-vanilla", mechanisms=given, num_hidden_layers=4)
-    maps = f"mechanisms={json.dumps(given)}"
+    options = {"kv_source": {"keys": "last", "values": "last"}}
+    half = preset("resformer-82m-vanilla", mechanisms=options, num_hidden_layers=4)
+    maps = f"mechanisms={json.dumps(options)}"
     shape = ("num_hidden_layers=4", "--context", 256, "--batch", 2)
     (mapped,), (plain,) = estimates("resformer-82m-vanilla", maps, *shape), estimates("resformer-82m-vanilla", *shape)
     assert (mapped["last_token_layers"], plain["last_token_layers"]) == (2, 0)

@@ -117,11 +117,11 @@ def test_every_model_of_the_papers_has_its_name():
 def test_headwater_base_is_what_the_ledger_tested():
     """Mechanisms and start are those of the recipe; only the size is larger."""
     recipe = ROOT / "recipes" / "recommended" / "test.yaml"
-    given = read_yaml(recipe.read_text(), recipe.name)
-    arm = given["compare"]["arms"]["recommended"]["model"]["mechanisms"]
+    options = read_yaml(recipe.read_text(), recipe.name)
+    arm = options["compare"]["arms"]["recommended"]["model"]["mechanisms"]
     heads = dict(num_attention_heads=2, num_key_value_heads=2)
     sizes = dict(num_hidden_layers=4, hidden_size=64, intermediate_size=96, **heads)
-    common = {field: value for field, value in given["model"].items() if field not in sizes}
+    common = {field: value for field, value in options["model"].items() if field not in sizes}
     for name, mechanisms in zip(OWN, (arm, {}), strict=True):
         tested = HeadwaterConfig(vocab_size=257, **common, **sizes, mechanisms=mechanisms).to_dict()
         assert preset(name, vocab_size=257, **sizes).to_dict() == tested

@@ -297,15 +297,15 @@ def test_held_out_curves_are_whole_and_rises_before_a_divergence_are_not(tmp_pat
 
 def test_only_the_formats_that_are_named(tmp_path, run):
     folder = saved(tmp_path / "runs", three("base", BASE) + three("good", GOOD))
-    code, _, said = run("report", folder, "--format", "latex, svg")
-    assert code == 0, said
+    code, _, stderr = run("report", folder, "--format", "latex, svg")
+    assert code == 0, stderr
     suffixes = {path.suffix for path in folder.rglob("*") if path.parent.name in ("tables", "figures")}
     assert suffixes == {".tex", ".svg"}
     assert (folder / "results.csv").is_file()
     before = sorted(folder.rglob("*"))
     for wrong in ("latx", ""):
-        code, _, said = run("report", folder, "--format", wrong)
-        assert (code, f"There is no format {wrong!r}" in said) == (2, True), said
+        code, _, stderr = run("report", folder, "--format", wrong)
+        assert (code, f"There is no format {wrong!r}" in stderr) == (2, True), stderr
     assert sorted(folder.rglob("*")) == before
     assert lab.load_results(folder).report(["md"]) == folder / "report.html"
     assert (folder / "tables" / "e-results.md").is_file()
@@ -323,8 +323,8 @@ def test_a_run_alone_and_several_folders(tmp_path, run):
     (tmp_path / "run").mkdir()
     write_record(single, tmp_path / "run")
     compared = saved(tmp_path / "compared", three("base", BASE) + three("good", GOOD))
-    code, out, said = run("report", tmp_path / "run", compared, "--format", "csv")
-    assert code == 0, said
+    code, out, stderr = run("report", tmp_path / "run", compared, "--format", "csv")
+    assert code == 0, stderr
     assert "Nothing can be compared with alone_%-0: there is no other arm." in " ".join(out.split())
     assert [row["mean"] for row in read_csv(tmp_path / "run" / "results.csv")] == ["2.0"]
     assert len(read_csv(compared / "results.csv")) == 2

@@ -19,7 +19,7 @@ def test_cells_are_left_out_only_where_slow_tests_are(expression, slow):
 
 def test_make_test_all_runs_slow_tests_and_make_test_does_not():
     recipes = dict(re.findall(r"^(test[a-z-]*): .*\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    (given,) = re.findall(r'-m "(.*?)"', recipes["test-all"])
-    assert wants_slow(given)
+    (options,) = re.findall(r'-m "(.*?)"', recipes["test-all"])
+    assert wants_slow(options)
     assert "-m" not in recipes["test"].split("pytest")[-1]
     assert not wants_slow(re.search(r"addopts = .*-m '(.*?)'", (ROOT / "pyproject.toml").read_text())[1])

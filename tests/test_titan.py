@@ -189,7 +189,7 @@ class Quiet(Mechanism):
 
 
 @pytest.mark.parametrize(
-    ("fields", "parallelism", "said"),
+    ("fields", "parallelism", "message"),
     [
         ({}, {"spmd_backend": "spmd_types"}, "partial_dtensor"),
         ({}, {"expert_parallel_degree": 2}, "no experts"),
@@ -207,14 +207,14 @@ class Quiet(Mechanism):
         ({"mechanisms": {"quiet": {}}}, {"context_parallel_degree": 2}, "'quiet' does not declare.*per_head"),
     ],
 )
-def test_what_cannot_be_split_is_refused_in_one_sentence(monkeypatch, fields, parallelism, said):
+def test_what_cannot_be_split_is_refused_in_one_sentence(monkeypatch, fields, parallelism, message):
     monkeypatch.setitem(MECHANISMS.added, "quiet", Quiet)
-    given = dict(
+    options = dict(
         spmd_backend="partial_dtensor", enable_sequence_parallel=False, context_parallel_load_balancer=None
     )  # fmt: skip
-    check_model(HeadwaterConfig(**SIZES), ParallelismConfig(**given), 16)
-    with pytest.raises(HeadwaterError, match=said):
-        check_model(HeadwaterConfig(**SIZES | fields), ParallelismConfig(**given | parallelism), 16)
+    check_model(HeadwaterConfig(**SIZES), ParallelismConfig(**options), 16)
+    with pytest.raises(HeadwaterError, match=message):
+        check_model(HeadwaterConfig(**SIZES | fields), ParallelismConfig(**options | parallelism), 16)
 
 
 def test_heads_that_cannot_be_split_are_refused_in_the_trainer_too(made):
@@ -283,10 +283,10 @@ def test_processes_read_the_rows_of_our_batches(folder):
             for rank in range(world)
         ]
         for loader in loaders:  # stopped after a part of a batch, and resumed
-            read = [given["input"] for given, _ in islice(loader, 1)]
+            read = [options["input"] for options, _ in islice(loader, 1)]
             stopped, loader.row, loader.batch_index = loader.state_dict(), 0, 0
             loader.load_state_dict(stopped)
-            yield from torch.cat([*read, *(given["input"] for given, _ in islice(loader, 24 // world // local - 1))])
+            yield from torch.cat([*read, *(inputs["input"] for inputs, _ in islice(loader, 24 // world // local - 1))])
 
     for world, local in ((1, 8), (1, 4), (2, 4), (2, 2)):
         assert sorted(row.tolist() for row in rows(world, local)) == sorted(wanted.tolist())
@@ -329,16 +329,16 @@ def test_a_recipe_gives_the_trainers_config(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("training: {optimizer: muon}", "training.optimizer=muon"),
         ("model: {mechanisms: {'test_titan_recipes:Hooked': {}}}", "does not call prepare_step"),
     ],
 )
-def test_a_recipe_that_the_trainer_cannot_follow_is_refused(tmp_path, change, said):
+def test_a_recipe_that_the_trainer_cannot_follow_is_refused(tmp_path, change, message):
     file = tmp_path / "recipe.yaml"
     file.write_text(f"name: other\ndata: {{kind: induction, length: 16}}\n{change}\n")
-    with pytest.raises(HeadwaterError, match=said):
+    with pytest.raises(HeadwaterError, match=message):
         getattr(config_registry, str(file))()
 
 

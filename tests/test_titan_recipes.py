@@ -17,7 +17,7 @@ def make(**sections):
 
 
 @pytest.mark.parametrize(
-    ("section", "values", "said"),
+    ("section", "values", "message"),
     [
         ("training", {"optimizer": "muon"}, "training.optimizer=muon"),
         ("training", {"schedule": "wsd"}, "training.schedule=wsd"),
@@ -34,8 +34,8 @@ def make(**sections):
         ("reporting", {"evaluate_every": 2}, "reporting.evaluate_every=2"),
     ],
 )
-def test_a_setting_that_the_trainer_lacks_is_refused(section, values, said):
-    with pytest.raises(HeadwaterError, match=f"does not support {said}.*; leave it out, or use `headwater train`"):
+def test_a_setting_that_the_trainer_lacks_is_refused(section, values, message):
+    with pytest.raises(HeadwaterError, match=f"does not support {message}.*; leave it out, or use `headwater train`"):
         check_recipe(make(**{section: values}))
 
 

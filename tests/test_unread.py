@@ -208,20 +208,20 @@ def test_a_folder_of_images_refuses_what_a_dataset_has(tmp_path, field, value, w
 
 
 @pytest.mark.parametrize(
-    ("given", "unread"),
+    ("options", "unread"),
     [
         (["--tasks", "arc_easy", "--stride", "4"], "--stride has no effect without --text"),
         (["--text", "x.txt", "--shots", "2"], "--shots has no effect without --tasks"),
     ],
 )
-def test_evaluate_refuses_what_belongs_to_another_option(run, given, unread):
-    code, _, err = run("evaluate", "runs/nothing", *given)
+def test_evaluate_refuses_what_belongs_to_another_option(run, options, unread):
+    code, _, err = run("evaluate", "runs/nothing", *options)
     assert code == 2
     assert unread in err
 
 
 @pytest.mark.parametrize(
-    ("file", "given", "unread"),
+    ("file", "options", "unread"),
     [
         ("a.txt", ["--by", "part"], "--by is for tables"),
         ("a.txt", ["--text-column", "body"], "--text-column is for tables"),
@@ -230,10 +230,10 @@ def test_evaluate_refuses_what_belongs_to_another_option(run, given, unread):
         ("a.jsonl", ["--separator", "---"], "--separator is for text files"),
     ],
 )
-def test_prepare_refuses_what_its_source_does_not_have(run, tmp_path, file, given, unread):
+def test_prepare_refuses_what_its_source_does_not_have(run, tmp_path, file, options, unread):
     (tmp_path / "a.txt").write_text("a text\n" * 2000)
     (tmp_path / "a.jsonl").write_text('{"text": "a text", "part": "b"}\n' * 100)
-    code, _, err = run("data", "prepare", tmp_path / file, *given, "--out", tmp_path / "out")
+    code, _, err = run("data", "prepare", tmp_path / file, *options, "--out", tmp_path / "out")
     assert code == 2
     assert unread in err
     assert not (tmp_path / "out").exists()

@@ -323,12 +323,12 @@ def test_verify_command_on_another_model(run, tmp_path):
 def test_verify_command_refuses(run, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}')
     (tmp_path / "mine.py").write_text("raise SystemExit('run')")
-    for arguments, said in (
+    for arguments, message in (
         ([tmp_path], "--trust-remote-code"),
         ([tmp_path / "none"], "no local file"),
     ):
         code, _, err = run("verify", *arguments)
-        assert (code, said in err) == (2, True), err
+        assert (code, message in err) == (2, True), err
 
 
 @pytest.mark.slow

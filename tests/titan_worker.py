@@ -92,7 +92,7 @@ def compared(fields: dict, by: list[str]) -> dict[str, float]:
     )
     dims = DIMS.setdefault(repr(parallelism), ParallelDims.from_config(parallelism, dist.get_world_size()))
     training = TrainingConfig(seq_len=TOKENS, local_batch_size=ROWS, mixed_precision_param="float32")
-    given = spec(config)
+    options = spec(config)
     common = dict(
         parallel_dims=dims,
         training=training,
@@ -109,15 +109,15 @@ def compared(fields: dict, by: list[str]) -> dict[str, float]:
         return x.contiguous()
 
     with torch.device("meta"):
-        model = given.model.build()
+        model = options.model.build()
     logits = None
     if "pp" in by:
-        schedule, (model,), first, last = given.pipelining_fn(
+        schedule, (model,), first, last = options.pipelining_fn(
             model,
             **common,
             device=torch.device("cpu"),
-            model_config=given.model,
-            parallelize_fn=given.parallelize_fn,
+            model_config=options.model,
+            parallelize_fn=options.parallelize_fn,
             loss_fn=lambda made, labels, **_: (loss_of(made, labels), {}),
         )
         started(model)
@@ -129,7 +129,7 @@ def compared(fields: dict, by: list[str]) -> dict[str, float]:
             positions=positions,
         )
     else:
-        model = given.parallelize_fn(model, **common)
+        model = options.parallelize_fn(model, **common)
         started(model)
         made = model(share(ids), positions=share(positions))
         logits = made.full_tensor() if isinstance(made, DTensor) else made

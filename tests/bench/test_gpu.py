@@ -185,7 +185,7 @@ def test_ctrl_c_is_no_missed_deadline(tmp_path, monkeypatch):
 
 def test_a_mechanism_that_does_not_fit_is_a_row_and_the_rest_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        gpu, "make_twins", lambda given, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=given)
+        gpu, "make_twins", lambda options, shape: gpu.HeadwaterConfig(num_hidden_layers=2, mechanisms=options)
     )
     phase = make_phase(tmp_path)
     phase.sizes = phase.sizes._replace(mechanisms=(2, 64, 2))  # with two layers, backout's middle layer is the last
@@ -206,8 +206,8 @@ def test_models_of_the_mechanisms_phase_are_drawn_on_the_device(tmp_path, monkey
     """Drawing 124M parameters on a CPU takes longer than the steps that are timed."""
     made, steps, twins = [], [], gpu.make_twins
 
-    def seen(*given, **shape):
-        made.extend(found := twins(*given, **shape))
+    def seen(*arguments, **shape):
+        made.extend(found := twins(*arguments, **shape))
         assert {parameter.device.type for model in found for parameter in model.parameters()} == {"meta"}
         return found
 
@@ -480,8 +480,8 @@ def test_rows_of_other_inputs_are_not_continued(inputs, tmp_path, monkeypatch):
 
     def measure(**changes):
         told = []
-        given = {name: path for name, path in (inputs | changes).items() if path is not None}
-        gpu_queue.bench_gpu(tmp_path / "out", device="cpu", only=["conversion"], inputs=given, tell=told.append)
+        options = {name: path for name, path in (inputs | changes).items() if path is not None}
+        gpu_queue.bench_gpu(tmp_path / "out", device="cpu", only=["conversion"], inputs=options, tell=told.append)
         return told
 
     assert measure(task_files=None)[-1].startswith("conversion: done")

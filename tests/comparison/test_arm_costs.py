@@ -147,8 +147,8 @@ def test_a_recipe_is_timed_before_it_runs(tmp_path, clock, capsys, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(json.dumps(recipe))
     name, runs = str(tmp_path / "tiny.yaml"), str(tmp_path / "runs")
     assert run(name, "--out", runs) == 0
-    said = capsys.readouterr().out
-    assert all(arm in said for arm in ARMS)
+    text = capsys.readouterr().out
+    assert all(arm in text for arm in ARMS)
     found = json.loads((tmp_path / "runs" / "tiny" / COSTS).read_text())
     assert found["arms"].keys() == ARMS.keys()
     assert len(clock) == 3

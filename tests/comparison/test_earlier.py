@@ -191,8 +191,8 @@ def test_a_run_in_two_places_counts_once_or_not_at_all(tmp_path):
 )
 def test_a_folder_with_runs_of_several_comparisons_has_no_table(tmp_path, other, message):
     ended(tiny({"arms": ARMS, **(PLAN if "margin" in str(other) else {})}), tmp_path / "one")
-    given = {"compare": {"arms": ARMS}} | other
-    ended(tiny(given.pop("compare") | {"seeds": [8, 9]}, **given), tmp_path / "two")
+    options = {"compare": {"arms": ARMS}} | other
+    ended(tiny(options.pop("compare") | {"seeds": [8, 9]}, **options), tmp_path / "two")
     with pytest.raises(HeadwaterError, match=message):
         read_comparisons(tmp_path)
     assert len(read_comparisons(tmp_path / "one")) == len(read_comparisons(tmp_path / "two")) == 1
@@ -265,7 +265,7 @@ def test_recipes_of_one_name_are_refused_before_anything_is_trained(tmp_path, ru
     files = [tmp_path / f"{name}.yaml" for name in "ab"]
     for file in files:
         file.write_text(yaml.safe_dump(tiny(compare={"arms": ARMS, "baseline": "base"}).model_dump(mode="json")))
-    code, _, said = run("compare", *files, "--out", tmp_path / "runs")
+    code, _, stderr = run("compare", *files, "--out", tmp_path / "runs")
     assert code == 2
-    assert "would share a folder" in said
+    assert "would share a folder" in stderr
     assert not (tmp_path / "runs").exists()

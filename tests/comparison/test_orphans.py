@@ -65,8 +65,8 @@ class Comparison:
             time.sleep(0.01)
         time.sleep(random.random() * 0.05)  # anywhere in a step, or in writing a checkpoint
         process.send_signal(number)
-        _, said = process.communicate(timeout=90)  # which also waits for all that have its stderr
-        assert "Traceback" not in said
+        _, stderr = process.communicate(timeout=90)  # which also waits for all that have its stderr
+        assert "Traceback" not in stderr
         assert process.returncode == (130 if number == signal.SIGTERM else -number)
         self.nothing_left()
         return True

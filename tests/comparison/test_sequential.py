@@ -183,8 +183,8 @@ GAIN = {"better": 0.3, "worse": -0.3, "zero": 0.0, "tiny": 0.05}
 
 def known(folder, arms=GAIN, seeds=range(12), diverges=(), **changes):
     """A comparison whose runs are there already, with differences that are known: an arm's gain and a little noise."""
-    given = {"arms": {"base": {}} | {arm: {"training": {"weight_decay": 0.1 + i}} for i, arm in enumerate(arms)}}
-    made = tiny(given | SEQUENTIAL | changes)
+    options = {"arms": {"base": {}} | {arm: {"training": {"weight_decay": 0.1 + i}} for i, arm in enumerate(arms)}}
+    made = tiny(options | SEQUENTIAL | changes)
     for trial in list_trials(made, folder):
         arm, seed = trial.experiment.arm, trial.recipe.seed
         if seed in seeds:

@@ -99,10 +99,10 @@ def test_a_best_rate_at_the_end_of_those_tried_is_named():
 
 
 def test_a_run_with_a_best_rate_at_the_end_says_so(here, tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
     rates = {"learning_rates": [1e-5, 1e-3], "tuning_seeds": [7]}
-    run_comparison(tiny({"arms": {"base": {}, "shift": SHIFT}} | rates), tmp_path, tell=said.append)
-    assert [line.split()[5].rstrip(",") for line in said] == ["base", "shift"]
+    run_comparison(tiny({"arms": {"base": {}, "shift": SHIFT}} | rates), tmp_path, tell=messages.append)
+    assert [line.split()[5].rstrip(",") for line in messages] == ["base", "shift"]
 
 
 def test_a_single_rate_is_taken_without_tuning_runs(here, tmp_path):
@@ -120,9 +120,9 @@ def test_with_a_threshold_the_rate_with_the_fewest_steps_to_it_wins(tmp_path):
 
     def best(of, threshold=0.9):
         seen = [of[t.recipe.training.learning_rate, t.recipe.seed] for t in tries]
-        given = [Outcome("x", record("x", 0, end, curve, metric="accuracy")) for *curve, end in seen]
+        outcomes = [Outcome("x", record("x", 0, end, curve, metric="accuracy")) for *curve, end in seen]
         asked = [replace(t, experiment=t.experiment.model_copy(update={"threshold": threshold})) for t in tries]
-        return choose_rates(asked, given)["base"]
+        return choose_rates(asked, outcomes)["base"]
 
     # Steps 20 + 20, 10 + 30 (never: all of them), 10 + 20; the end alone would choose 1e-3.
     curves = {(1e-3, 7): (0.1, 0.9, 1.0), (1e-3, 8): (0.2, 0.95, 1.0), (1e-2, 7): (0.9, 0.9, 0.9),

@@ -42,8 +42,8 @@ TEMPLATES = {"chatml": CHATML, "marked": MARKED, "plain": PLAIN, "prompted": PRO
 
 
 def conversation(i):
-    said = ["Be kind.", f"Question {i}, é?", f"Answer {i} 世界.", "And then?", f"More words, {i * i}."]
-    return [{"role": r, "content": c} for r, c in zip(["system", *["user", "assistant"] * 2], said, strict=True)]
+    messages = ["Be kind.", f"Question {i}, é?", f"Answer {i} 世界.", "And then?", f"More words, {i * i}."]
+    return [{"role": r, "content": c} for r, c in zip(["system", *["user", "assistant"] * 2], messages, strict=True)]
 
 
 CONVERSATIONS = [conversation(i) for i in range(30)]
@@ -90,8 +90,8 @@ def test_labels_are_the_answers_and_what_ends_them(kind, name, folder):
         found[tokenizer.decode(ids)] = answers(tokenizer, ids, counted)
     expected = {}
     for one in trained:
-        said = [m["content"] + ENDS[name] for m in one if m["role"] == "assistant"]
-        expected[tokenizer.apply_chat_template(one, tokenize=False)] = said
+        messages = [m["content"] + ENDS[name] for m in one if m["role"] == "assistant"]
+        expected[tokenizer.apply_chat_template(one, tokenize=False)] = messages
     assert found == expected
 
 
@@ -113,10 +113,10 @@ def test_rows_and_evaluation_count_answers_alone(folder):
     assert torch.equal(labels, torch.where(counted, following, -100))
     assert (batch["position_ids"] == 0).any(0)[1:].any(), "rows are packed"
     held_out = [CONVERSATIONS[int(one.id.partition(":")[2])] for one in data.held_out]
-    said = [m["content"] for one in held_out for m in one if m["role"] == "assistant"]
+    messages = [m["content"] for one in held_out for m in one if m["role"] == "assistant"]
     sizes = [sum(len(m["content"].encode()) for m in one if m["role"] == "assistant") for one in held_out]
     assert [one.bytes for one in data.held_out] == sizes
-    tokens = sum(len(data.tokenizer(text + "<|im_end|>").input_ids) for text in said)
+    tokens = sum(len(data.tokenizer(text + "<|im_end|>").input_ids) for text in messages)
     assert sum(one.tokens for one in data.held_out) == tokens
     measures = data.evaluate(lambda batch: torch.zeros(*batch["input_ids"].shape, 512)).metrics
     assert measures["loss"] == pytest.approx(math.log(512))

@@ -175,8 +175,8 @@ def test_a_domain_decides_a_comparison_and_all_are_reported(prepared, tmp_path, 
         assert record == read_record(trial.folder)
         assert record.result == record.held_out[-1].metrics["loss/code"]
         records[trial.experiment.arm, record.seed] = record.held_out[-1].metrics
-    code, printed, said = run("report", runs)
-    assert code == 0, said
+    code, printed, stderr = run("report", runs)
+    assert code == 0, stderr
     assert "nats per token of code" in printed
     page = (runs / "report.html").read_text()
     for name in LINES:
@@ -205,8 +205,8 @@ def test_train_says_what_each_domain_has(prepared, tmp_path, run):
         "model: {hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}\n"
         "training: {steps: 2, batch_size: 2, threads: 1}\nreporting: {tensorboard: false}\n"
     )
-    code, printed, said = run("train", recipe, "--out", tmp_path / "run")
-    assert code == 0, said
+    code, printed, stderr = run("train", recipe, "--out", tmp_path / "run")
+    assert code == 0, stderr
     measures = read_record(tmp_path / "run").held_out[-1].metrics
     lines = printed.splitlines()
     assert lines[0].endswith(f"loss {measures['loss']:.4f}, bits per byte {measures['bits_per_byte']:.4f}")

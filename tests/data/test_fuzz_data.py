@@ -101,9 +101,9 @@ def attempt(function, *arguments):
     try:
         return function(*arguments)
     except HeadwaterError as error:
-        said = str(error)
-    assert said
-    assert "\n" not in said
+        message = str(error)
+    assert message
+    assert "\n" not in message
     return None
 
 

@@ -621,10 +621,10 @@ def test_damaged_folders_are_named(folder, tmp_path, run):
     tokens = out / "train-00001.tokens"
     data = tokens.read_bytes()
     tokens.write_bytes(data[:50] + b"zz" + data[52:])
-    code, _, said = run("data", "show", out, "--check")
+    code, _, stderr = run("data", "show", out, "--check")
     assert code == 2
-    assert "since they were written" in said
-    assert "train-00001.tokens" in said
+    assert "since they were written" in stderr
+    assert "train-00001.tokens" in stderr
     tokens.write_bytes(data[:-2])
     with pytest.raises(HeadwaterError, match=r"train-00001\.tokens' has \d+ bytes, not \d+"):
         open_prepared(out)
@@ -852,8 +852,8 @@ def test_a_killed_tokenizer_does_not_block_the_next(folder, tmp_path, run):
 def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
     def write() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-        (code, _, said) = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
-        (tmp_path / "said").write_text(f"{code} {said[-300:]}")
+        (code, _, stderr) = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
+        (tmp_path / "said").write_text(f"{code} {stderr[-300:]}")
 
     process = FORK.Process(target=write)
     process.start()
@@ -864,12 +864,12 @@ def test_a_tokenizer_on_a_full_disk_leaves_nothing(folder, tmp_path, run):
 
 
 def test_commands(folder, tmp_path, run):
-    code, printed, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
-    assert code == 0, said
+    code, printed, stderr = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
+    assert code == 0, stderr
     assert "300 tokens learned from" in printed
-    code, _, said = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
+    code, _, stderr = run("data", "tokenizer", folder, "--out", tmp_path / "tok", "--vocab-size", 300)
     assert code == 2
-    assert "already exists" in said
+    assert "already exists" in stderr
     arguments = (
         "data",
         "prepare",
@@ -881,18 +881,18 @@ def test_commands(folder, tmp_path, run):
         "--held-out",
         0.2,
     )
-    code, printed, said = run(*arguments)
-    assert code == 0, said
-    assert "tokens/s" in said
+    code, printed, stderr = run(*arguments)
+    assert code == 0, stderr
+    assert "tokens/s" in stderr
     manifest = open_prepared(tmp_path / "out").manifest
     assert f"{manifest.train.tokens:,}" in printed
     assert run(*arguments)[1].startswith(f"{tmp_path / 'out'} is already finished")
     code, printed, _ = run("data", "show", tmp_path / "out")
     assert code == 0
     assert "1 empty documents, 0 rows without text, 2 files that are not UTF-8 text: broken.txt, zeros.bin" in printed
-    code, _, said = run(*arguments, "--text-column", "x")
+    code, _, stderr = run(*arguments, "--text-column", "x")
     assert code == 2
-    assert "was prepared with text column" in said
+    assert "was prepared with text column" in stderr
 
 
 def test_a_trained_tokenizer_is_lossless(bpe, tmp_path):

@@ -457,10 +457,10 @@ def test_odd_things_in_a_folder_are_passed_over(folder, run):
     assert corpus.facts["skipped_not_utf8"] == 1
     assert "caf\\udce9.txt" in {document.id for document in corpus.documents}
     assert len(read_corpus(str(folder / "**" / "*.txt")).documents) == 31
-    code, _, said = run("data", "prepare", folder, "--out", folder / "out", "--held-out", 0.5)
-    assert code == 0, said
-    code, printed, said = run("data", "show", folder / "out", "--check")
-    assert code == 0, said
+    code, _, stderr = run("data", "prepare", folder, "--out", folder / "out", "--held-out", 0.5)
+    assert code == 0, stderr
+    code, printed, stderr = run("data", "show", folder / "out", "--check")
+    assert code == 0, stderr
     assert "\\udcff[b].bin" in printed
     assert run("data", "prepare", odd, "--out", folder / "odd", "--held-out", 0.5)[0] in (0, 2)
     assert run("data", "prepare", folder, "--out", os.fsdecode(os.fsencode(folder) + b"/\xe9"))[0] == 2

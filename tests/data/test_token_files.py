@@ -237,8 +237,8 @@ def test_special_tokens_that_are_not_evaluated_on_are_counted(tmp_path, bpe, doc
         "--out",
         tmp_path / "out",
     )
-    code, said, _ = run(*words)
-    assert (code, f"without their {len(documents) - 40} special tokens" in " ".join(said.split())) == (0, True)
+    code, stdout, _ = run(*words)
+    assert (code, f"without their {len(documents) - 40} special tokens" in " ".join(stdout.split())) == (0, True)
     prepared = open_prepared(tmp_path / "out")
     assert prepared.manifest.evaluation.special == len(documents) - 40
     assert all(user in row for row in read_all(prepared.held_out))

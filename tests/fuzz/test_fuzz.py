@@ -113,11 +113,11 @@ def wrong(world, one: Case, folder: Path) -> str | None:
         if one.refused and "--help" not in one.arguments:
             return "exit code 0, and what was written was not read"
         return None
-    said = [line for line in err.splitlines() if line.startswith("headwater: ")]
-    if len(said) != 1 and "╭─ Error" not in err and not err.startswith("Error: "):
-        return f"{len(said)} sentences: {err[-300:]}"
-    if said and len(said[0]) > 10_000:
-        return f"a sentence of {len(said[0])} characters: {said[0][:300]}"
+    messages = [line for line in err.splitlines() if line.startswith("headwater: ")]
+    if len(messages) != 1 and "╭─ Error" not in err and not err.startswith("Error: "):
+        return f"{len(messages)} sentences: {err[-300:]}"
+    if messages and len(messages[0]) > 10_000:
+        return f"a sentence of {len(messages[0])} characters: {messages[0][:300]}"
     return None
 
 

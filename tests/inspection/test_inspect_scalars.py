@@ -40,11 +40,11 @@ def test_kv_shift_by_layer_and_head():
 
 
 @pytest.mark.parametrize(
-    ("form", "given", "current"),
+    ("form", "options", "current"),
     [("gate", [0.0, math.log(3)], [0.5, 0.75]), ("clamped", [-2.0, 0.4], [0.0, 0.4])],
 )
-def test_tied_forms_show_what_they_come_to(form, given, current):
-    model = put(build({"kv_shift": {"variant": form}}, num_hidden_layers=1), **{shift(0, "alpha"): given})
+def test_tied_forms_show_what_they_come_to(form, options, current):
+    model = put(build({"kv_shift": {"variant": form}}, num_hidden_layers=1), **{shift(0, "alpha"): options})
     assert shown(model, "α1")[0, ""] == pytest.approx(current)
     assert shown(model, "α2")[0, ""] == pytest.approx([1 - value for value in current])
 

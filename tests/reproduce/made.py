@@ -93,7 +93,7 @@ def record(
         HeldOutPoint(step=steps * (i + 1) // len(results), tokens=0, metrics={measure: value})
         for i, value in enumerate(results)
     ]
-    given = (
+    options = (
         dict(
             name="r",
             recipe={"training": {"steps": steps, "learning_rate": 0.1}},
@@ -114,7 +114,7 @@ def record(
         flops=flops,
         seconds=1.0,
         environment=here(),
-        **given,
+        **options,
     )
 
 

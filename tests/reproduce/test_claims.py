@@ -31,7 +31,7 @@ def better(arm="shift", against="vanilla", **more):
     return {"test": "better", "says": "It is better.", "arm": arm, "against": against} | more
 
 
-def alike(margin, arm="shift", against="vanilla", **more):
+def equivalent(margin, arm="shift", against="vanilla", **more):
     return better(arm, against, **more) | {"test": "alike", "margin": margin}
 
 
@@ -105,7 +105,9 @@ def test_only_seeds_of_both_arms_count(tmp_path):
     assert judged(better(), records, tmp_path).why == "no seed was run for both"
 
 
-@pytest.mark.parametrize("claim", [better(), alike(0.1), one("reaches"), one("never")], ids=lambda one: one["test"])
+@pytest.mark.parametrize(
+    "claim", [better(), equivalent(0.1), one("reaches"), one("never")], ids=lambda claim: claim["test"]
+)
 def test_a_claim_is_not_judged_while_a_seed_is_missing(tmp_path, claim):
     """One that failed may be the one that matters."""
     records = arms([2.0, 3.0, 2.5], [1.9, 2.8, 2.4])
@@ -123,7 +125,7 @@ def test_alike_is_an_interval_within_the_margin(tmp_path):
         for shift in (-1.0, -0.2, 0.0, 0.1, 1.0):
             vanilla = rng.normal(2, 0.5, n)
             other = vanilla + rng.normal(shift, 0.05, n)
-            found = judged(alike(0.2), arms(vanilla, other), tmp_path)
+            found = judged(equivalent(0.2), arms(vanilla, other), tmp_path)
             interval = t_interval(other - vanilla)
             assert found.interval == pytest.approx(interval, rel=1e-9)
             assert found.verdict == naive(interval, -0.2, 0.2)
@@ -230,7 +232,7 @@ def test_a_difference_of_differences_is_students_t_on_each_seeds_four_runs(tmp_p
                 ]  # how much more the first pair gains
                 for claim, low, high in (
                     (better(**THAN), 0, math.inf),
-                    (alike(0.2, **THAN), -0.2, 0.2),
+                    (equivalent(0.2, **THAN), -0.2, 0.2),
                     (no_better(0.2, **THAN), -math.inf, 0.2),
                 ):
                     found = judged(claim, four(*values, lower=lower), tmp_path)
@@ -362,7 +364,7 @@ def test_counted_measures_have_no_chance_in_them(tmp_path):
         found = judged(better(measure="flops"), of, tmp_path)
         assert (found.verdict, found.interval, found.p, found.counted) == ("replicates", (1.0, 1.0), None, True)
         assert judged(better("vanilla", "shift", measure="flops"), of, tmp_path).verdict == "fails"
-        assert judged(alike(2.0, measure="flops"), of, tmp_path).verdict == "replicates"
+        assert judged(equivalent(2.0, measure="flops"), of, tmp_path).verdict == "replicates"
     # They take no level from the others.
     of = runs([better(measure="flops"), better()], records, tmp_path)
     assert [found.level for found in judge_claims(of.table.claims, of)] == [LEVEL, LEVEL]
@@ -376,14 +378,14 @@ def test_differences_that_are_all_one_number_are_judged_by_their_signs(tmp_path)
             assert found.p == 2.0 ** (1 - n)
             assert found.verdict == (verdict if told else "inconclusive")
             assert found.interval == ((shift, shift) if told else None)
-        found = judged(alike(0.1), arms(vanilla, vanilla), tmp_path)
+        found = judged(equivalent(0.1), arms(vanilla, vanilla), tmp_path)
         assert found.verdict == ("replicates" if told else "inconclusive")
         assert found.why == "no seed differs"
 
 
 def test_one_seed_and_no_run_tell_nothing(tmp_path):
     single = arms([2.0], [1.0])
-    for claim in (better(), alike(0.1), better(measure="steps"), one("reaches"), one("never")):
+    for claim in (better(), equivalent(0.1), better(measure="steps"), one("reaches"), one("never")):
         found = judged(claim, single, tmp_path, threshold=1.5)
         assert found.verdict == "inconclusive"
         assert found.why
@@ -410,7 +412,7 @@ def test_where_a_run_diverged_better_is_a_share_of_the_seeds_that_differ(tmp_pat
     higher = {name: [record(s, 1.0, lower=False) for s in range(3)] + [record(3, math.nan, lower=False)]
               for name in ("vanilla", "shift")}  # fmt: skip
     assert judged(better(), higher, tmp_path).why.startswith("no seed separates them")
-    for claim in (alike(0.5), one("larger", first="result", second="loss")):
+    for claim in (equivalent(0.5), one("larger", first="result", second="loss")):
         found = judged(claim, {"vanilla": vanilla, "shift": shift}, tmp_path)
         assert (found.verdict, found.estimate) == ("inconclusive", None)
         assert found.why.startswith("a run diverged")
@@ -438,7 +440,7 @@ def test_all_claims_of_a_table_are_judged_together(tmp_path):
         better(),
         better("third"),
         better("third", "shift"),
-        alike(0.3),
+        equivalent(0.3),
         one("never"),
         one("stays", unlearned=99.0),
     ]
@@ -464,7 +466,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
     claims = [
         better(),
         better("shift", "third"),
-        alike(0.5, "fourth", "vanilla"),
+        equivalent(0.5, "fourth", "vanilla"),
         one("stays", arm="fifth", unlearned=9.0),
     ]
     of = runs(claims, {}, tmp_path)
@@ -485,7 +487,7 @@ def test_claims_on_the_border_are_told_in_one_table_of_twenty(tmp_path):
 
 def test_planted_effects_are_found(tmp_path):
     rng = np.random.default_rng(5)
-    claims = [better(), better("third"), alike(0.5, "third", "shift"), better(measure="steps"), one("reaches")]
+    claims = [better(), better("third"), equivalent(0.5, "third", "shift"), better(measure="steps"), one("reaches")]
     for _ in range(20):
         seeds = rng.normal(2, 0.05, 8)
         ends = {"vanilla": seeds, "shift": seeds - rng.normal(1, 0.05, 8), "third": seeds - rng.normal(1, 0.05, 8)}

@@ -110,8 +110,8 @@ def test_speeds_of_figure_2_are_those_of_the_flow():
 @pytest.mark.parametrize("name", sorted(name for name, one in read_tables().items() if one.computed))
 def test_results_of_computed_tables(name, tmp_path, run):
     found = compute_table(name)
-    said = json.loads(write_result(found, tmp_path / "result").read_text())
-    assert [one["verdict"] for one in said["claims"]] == [one.verdict for one in found.claims]
+    content = json.loads(write_result(found, tmp_path / "result").read_text())
+    assert [one["verdict"] for one in content["claims"]] == [one.verdict for one in found.claims]
     assert (tmp_path / "result" / "figure.png").exists() == (found.figure is not None)
     assert len(terminal_tables(found)) == 5 + len(found.table.notes)
     code, out, _ = run("reproduce", name, "--out", tmp_path)

@@ -53,9 +53,9 @@ def told(file, work):
 
 
 def added(file, work):
-    said = []
-    keep_runs(file, work, said.append)
-    return said
+    messages = []
+    keep_runs(file, work, messages.append)
+    return messages
 
 
 def lines(file):
@@ -74,9 +74,9 @@ def left(work, arm, seed=0, **changes):
     """A finished record in a run's folder, as training would leave it."""
     recipe = work.recipes[0][1]
     trial = make_trial(recipe, arm, seed, work.trials)
-    given = {"identity": trial.recipe.identity, "recipe": trial.recipe.model_dump(mode="json")} | changes
-    one = record(seed, 1.0, **{name: value for name, value in given.items() if name != "seconds"})
-    one = one.model_copy(update={"experiment": trial.experiment, "seconds": given.get("seconds", 1.0)})
+    options = {"identity": trial.recipe.identity, "recipe": trial.recipe.model_dump(mode="json")} | changes
+    one = record(seed, 1.0, **{name: value for name, value in options.items() if name != "seconds"})
+    one = one.model_copy(update={"experiment": trial.experiment, "seconds": options.get("seconds", 1.0)})
     trial.folder.mkdir(parents=True)
     write_record(one, trial.folder)
     return trial.folder
@@ -107,19 +107,19 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
     assert " ".join(first.partition("result:")[0].split()) == " ".join(judged.split())
     assert run("reproduce", "paper/task", "--out", paper / "one", "--no-train")[:2] == (0, judged)
     for where in (["--records", file], ["--out", paper / "one"]):
-        code, _, said = run("reproduce", "paper/text", "--no-train", *where)
-        assert (code, "has no run of these tables at cpu scale" in said) == (2, True)
-        stored = re.findall(r"results/[\w.-]+\w", said)
+        code, _, stderr = run("reproduce", "paper/text", "--no-train", *where)
+        assert (code, "has no run of these tables at cpu scale" in stderr) == (2, True)
+        stored = re.findall(r"results/[\w.-]+\w", stderr)
         assert len(stored) == 3
         assert all((Path(__file__).parents[2] / name).is_file() for name in stored)
-    code, _, said = run("reproduce", "paper/task", "training.steps=1", "--records", file, "--no-train")
-    assert "training.steps=1 has no effect with --no-train and --records" in said
+    code, _, stderr = run("reproduce", "paper/task", "training.steps=1", "--records", file, "--no-train")
+    assert "training.steps=1 has no effect with --no-train and --records" in stderr
     before = file.read_text()
-    code, second, said = run("reproduce", "paper/task", "--out", paper / "two", "--records", file)
+    code, second, stderr = run("reproduce", "paper/task", "--out", paper / "two", "--records", file)
     assert file.read_text() == before
     assert code == 0
-    assert "4 runs from" in said
-    assert "all 4 runs are finished" in said
+    assert "4 runs from" in stderr
+    assert "all 4 runs are finished" in stderr
     assert first.partition("result:")[0] == second.partition("result:")[0]
     for line in lines:
         ours = read_record(paper / "two" / line["run"])
@@ -127,9 +127,9 @@ def test_runs_in_the_file_are_not_trained_and_new_ones_are_added(paper, run):
         assert not (paper / "two" / line["run"] / "checkpoints").exists()
     another = paper / "more.jsonl"
     three = ("paper/task", "compare.seeds=[0,1,2]", "--out", paper / "three")
-    code, _, said = run("reproduce", *three, "--records", file, "--keep", another)
+    code, _, stderr = run("reproduce", *three, "--records", file, "--keep", another)
     assert code == 0
-    assert "6 runs, 4 of them finished" in said
+    assert "6 runs, 4 of them finished" in stderr
     assert file.read_text() == before
     after = another.read_text().splitlines()
     assert [json.loads(line)["run"].rpartition("-")[2] for line in after] == ["0", "1", "2"] * 2
@@ -204,9 +204,9 @@ def test_restored_runs_on_another_text_are_told_before_others_are_trained_beside
     file = runs_on_another_text(paper)
     assert told(file, prepare_work("paper/text", "cpu", paper / "two"))[0].startswith("2 runs from")
     assert run("reproduce", "paper/text", "--out", paper / "two")[0] == 0  # there is nothing to train
-    code, _, said = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
+    code, _, stderr = run("reproduce", "paper/text", "compare.seeds=[0,1]", "--out", paper / "two")
     assert code == 2
-    assert "which differs from the data here; choose another --out" in " ".join(said.split())
+    assert "which differs from the data here; choose another --out" in " ".join(stderr.split())
     assert not (paper / "two" / "cpu" / "trials" / "text" / "vanilla-1").exists()
 
 
@@ -266,7 +266,7 @@ def test_a_damaged_file_is_one_sentence(paper, run, damage, complaint):
     with pytest.raises(HeadwaterError, match=complaint):
         restore_runs(file, work, print)
     for option in ("--keep", "--records"):
-        code, _, said = run("reproduce", "paper/task", "--out", paper / "two", option, file)
+        code, _, stderr = run("reproduce", "paper/task", "--out", paper / "two", option, file)
         assert code == 2
-    assert complaint in " ".join(said.split())
+    assert complaint in " ".join(stderr.split())
     assert file.read_text() == before

@@ -188,19 +188,19 @@ def test_the_json_and_the_terminal_say_the_verdicts(out, saved):
     found = reproduce_table(work)
     path = write_result(found, work.folder)
     assert path == out / "cpu" / "paper-tiny" / "result.json"
-    said = json.loads(path.read_text())
-    better, less = said["claims"]
+    content = json.loads(path.read_text())
+    better, less = content["claims"]
     differences = [last(saved["vanilla", s], "loss") - last(saved["shift", s], "loss") for s in (0, 1)]
     assert better["estimate"] == pytest.approx(statistics.mean(differences))
     assert (less["verdict"], less["p"]) == ("replicates", None)
-    assert said["command"] == "headwater reproduce paper/tiny"
-    assert said["runs"] == {"vanilla": [0, 1], "shift": [0, 1]}
-    assert said["rows"][0]["cells"][0]["paper"] == "50.0"
-    assert said["answer"] == found.answer
-    assert "It is tiny." in said["setting"]
+    assert content["command"] == "headwater reproduce paper/tiny"
+    assert content["runs"] == {"vanilla": [0, 1], "shift": [0, 1]}
+    assert content["rows"][0]["cells"][0]["paper"] == "50.0"
+    assert content["answer"] == found.answer
+    assert "It is tiny." in content["setting"]
     layout, claims = [part for part in terminal_tables(found) if hasattr(part, "columns")]
     assert list(map(str, layout.columns[1].cells)) == ["50.0", "-", ""]
-    assert list(map(str, claims.columns[0].cells)) == [one["verdict"] for one in said["claims"]]
+    assert list(map(str, claims.columns[0].cells)) == [one["verdict"] for one in content["claims"]]
     assert str(list(claims.columns[2].cells)[1]) == describe_evidence(found.claims[1])
 
 
@@ -274,10 +274,10 @@ def test_stages_are_left_to_the_user_up_to_the_last_that_is_named(out, run):
     work = prepare_work("paper/grown", "cpu", out)
     assert len(work.list_missing()) == 2
     assert trained(work) == []
-    code, said, complaint = run("reproduce", "paper/grown", "--out", out)
+    code, stdout, complaint = run("reproduce", "paper/grown", "--out", out)
     assert code == 2
     assert "2 runs of this table, on several devices or in stages" in complaint
-    assert [line for line in said.splitlines() if "--stage" in line] == work.list_commands()
+    assert [line for line in stdout.splitlines() if "--stage" in line] == work.list_commands()
     run_commands(work, run)
     stages = work.trials / "grown" / "stages"
     assert sorted(path.name for path in stages.iterdir()) == ["00-start", "01-more"]
@@ -316,24 +316,24 @@ def test_tasks_are_evaluated_once_and_as_evaluate_does(out, run):
 
 
 def test_the_command_writes_the_result(out, run):
-    code, said, err = run("reproduce", "paper/tiny", "--out", out)
+    code, stdout, err = run("reproduce", "paper/tiny", "--out", out)
     assert code == 0, err
-    assert "It is better." in said
-    assert "result: " in said
-    assert "a claim replicates if the whole interval agrees with it" in " ".join(said.split())
-    code, said, _ = run("reproduce", "--list", "--out", out)
+    assert "It is better." in stdout
+    assert "result: " in stdout
+    assert "a claim replicates if the whole interval agrees with it" in " ".join(stdout.split())
+    code, stdout, _ = run("reproduce", "--list", "--out", out)
     assert code == 0
-    assert "4/4" in said
-    assert "0/1" in said
+    assert "4/4" in stdout
+    assert "0/1" in stdout
 
 
 def test_a_miniature_that_cannot_show_it_says_so_in_place_of_verdicts(out, run):
-    code, said, before = run("reproduce", "paper/silent", "--out", out)
+    code, stdout, before = run("reproduce", "paper/silent", "--out", out)
     assert code == 0
     assert "no verdict" in before, "said before anything is trained"
-    assert "cannot show it" in said
-    assert "It is too small." in said
-    assert not any(word in said for word in ("It is better.", "verdict", "hold"))
+    assert "cannot show it" in stdout
+    assert "It is too small." in stdout
+    assert not any(word in stdout for word in ("It is better.", "verdict", "hold"))
     work = prepare_work("paper/silent", "cpu", out)
     saved = json.loads((work.folder / "result.json").read_text())
     assert (saved["claims"], saved["cannot_show"]) == ([], "It is too small.")
@@ -352,9 +352,9 @@ def test_a_miniature_that_cannot_show_it_says_so_in_place_of_verdicts(out, run):
 
 
 def test_runs_on_several_devices_are_left_to_the_user(out, run):
-    code, said, complaint = run("reproduce", "paper/devices", "--out", out, "training.steps=2")
+    code, stdout, complaint = run("reproduce", "paper/devices", "--out", out, "training.steps=2")
     assert code == 2
-    (line,) = [line for line in said.splitlines() if "torchrun" in line]
+    (line,) = [line for line in stdout.splitlines() if "torchrun" in line]
     trials = trials_folder(out, "cpu", ["training.steps=2"])
     launcher, _, module = shlex.split(line.partition(" train ")[0])[-3:]
     assert (launcher, "--rdzv" in line) == ("--nproc-per-node=8", False)
@@ -362,14 +362,14 @@ def test_runs_on_several_devices_are_left_to_the_user(out, run):
     assert line.endswith(f"training.steps=2 --arm shift seed=4 --out {trials / 'wide' / 'shift-4'}")
     assert "1 run of this table, on several devices or in stages, cannot be trained by this command" in complaint
     assert not trials.exists()
-    code, said, complaint = run("reproduce", "paper/devices", "--out", out, "training.nodes=2", "training.steps=2")
-    (line,) = [line for line in said.splitlines() if "torchrun" in line]
+    code, stdout, complaint = run("reproduce", "paper/devices", "--out", out, "training.nodes=2", "training.steps=2")
+    (line,) = [line for line in stdout.splitlines() if "torchrun" in line]
     assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=FIRST_NODE:29500 --nproc-per-node=8 -m" in line
     assert "on every node, with the first one's name for FIRST_NODE" in " ".join(complaint.split())
 
 
 def test_arms_that_all_diverge_are_shown_as_such(out, run):
-    code, said, complaint = run(
+    code, stdout, complaint = run(
         "reproduce",
         "paper/tiny",
         "--out",
@@ -380,8 +380,8 @@ def test_arms_that_all_diverge_are_shown_as_such(out, run):
         1,
     )
     assert code == 0
-    assert "diverged 2 of 2" in said
-    assert "no seed separates them" in said
+    assert "diverged 2 of 2" in stdout
+    assert "no seed separates them" in stdout
     assert "vanilla · seed 0, and 3 more, diverged" in complaint
 
 
@@ -413,18 +413,18 @@ def test_bad_input_is_one_sentence(out, run, arguments, complaint, tmp_path, mon
     # lm-eval's index of all its tasks takes seconds: those of one folder stand for them.
     manager = pytest.importorskip("lm_eval.tasks.manager")
     monkeypatch.setattr(manager, "__file__", str(Path(manager.__file__).parent / "piqa" / "manager.py"))
-    code, _, said = run("reproduce", *arguments, "--out", tmp_path)
+    code, _, stderr = run("reproduce", *arguments, "--out", tmp_path)
     assert code == 2
-    assert complaint in said
-    assert "Traceback" not in said
+    assert complaint in stderr
+    assert "Traceback" not in stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_a_scale_that_means_nothing_says_why(out, run, tmp_path):
-    code, said, _ = run("reproduce", "paper/tiny", "--scale", "gpu", "--out", tmp_path)
+    code, stdout, _ = run("reproduce", "paper/tiny", "--scale", "gpu", "--out", tmp_path)
     assert code == 0
-    assert "It has no scale." in said
-    assert "--scale cpu" in said
+    assert "It has no scale." in stdout
+    assert "--scale cpu" in stdout
     with pytest.raises(HeadwaterError, match="It has no scale"):
         prepare_work("paper/tiny", "gpu", tmp_path)
 
@@ -532,28 +532,28 @@ def test_labels_say_which_sizes_are_ours(label, shown):
 
 
 def test_evidence_in_words():
-    def said(estimate, interval, kind="mean", why="", verdict="inconclusive"):
+    def write_claim(estimate, interval, kind="mean", why="", verdict="inconclusive"):
         one = Judged("It is so.", verdict, why, "a − b", kind, estimate, interval, 0.05, 0.5, 3)
         return describe_evidence(one)
 
-    assert said(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"
+    assert write_claim(0.00506, (-0.00617, 0.0163)) == "a − b: +0.0051 [-0.0062, +0.0163]"
     assert (
-        said(-1.5, (-5.76, 2.76), why="the interval includes 0")
+        write_claim(-1.5, (-5.76, 2.76), why="the interval includes 0")
         == "a − b: -1.50 [-5.76, +2.76]; the interval includes 0"
     )
-    assert said(1234.5, (1000.0, 1469.0)) == "a − b: +1,234 [+1,000, +1,469]"
-    assert said(3.1e12, (3.1e12, 3.1e12)) == "a − b: +3.1e+12 [+3.1e+12, +3.1e+12]"
-    assert said(0.0, (0.0, 0.0)) == "a − b: +0.00 [+0.00, +0.00]"
-    assert said(0.5, None) == "a − b: +0.500"
-    assert said(0.75, (0.35, 0.97), "share") == "a − b: 75% [35%, 97%]"
+    assert write_claim(1234.5, (1000.0, 1469.0)) == "a − b: +1,234 [+1,000, +1,469]"
+    assert write_claim(3.1e12, (3.1e12, 3.1e12)) == "a − b: +3.1e+12 [+3.1e+12, +3.1e+12]"
+    assert write_claim(0.0, (0.0, 0.0)) == "a − b: +0.00 [+0.00, +0.00]"
+    assert write_claim(0.5, None) == "a − b: +0.500"
+    assert write_claim(0.75, (0.35, 0.97), "share") == "a − b: 75% [35%, 97%]"
     # A fitted law's interval comes first.
-    assert said(0.12, (-0.05, 0.5), "more") == "a − b: [-5.0%, +50.0%], estimate +12.0%"
-    assert said(0.12, (-0.05, math.inf), "more") == "a − b: inconclusive at these sizes"
-    assert said(0.5, (-0.5, 99.0), "more", "it is") == "a − b: inconclusive at these sizes; it is"
-    assert said(0.5, (-0.5, 99.0), "more", verdict="replicates") == "a − b: [-50.0%, ×100], estimate +50.0%"
-    assert said(0.5, None, "more") == "a − b: +50.0%"
-    assert said(None, (-0.5, 1.0), "more") == "a − b: [-50.0%, +100.0%]"
-    assert said(None, None, why="one seed says nothing") == "one seed says nothing"
+    assert write_claim(0.12, (-0.05, 0.5), "more") == "a − b: [-5.0%, +50.0%], estimate +12.0%"
+    assert write_claim(0.12, (-0.05, math.inf), "more") == "a − b: inconclusive at these sizes"
+    assert write_claim(0.5, (-0.5, 99.0), "more", "it is") == "a − b: inconclusive at these sizes; it is"
+    assert write_claim(0.5, (-0.5, 99.0), "more", verdict="replicates") == "a − b: [-50.0%, ×100], estimate +50.0%"
+    assert write_claim(0.5, None, "more") == "a − b: +50.0%"
+    assert write_claim(None, (-0.5, 1.0), "more") == "a − b: [-50.0%, +100.0%]"
+    assert write_claim(None, None, why="one seed says nothing") == "one seed says nothing"
 
 
 def test_what_a_law_saves(tmp_path):

@@ -279,8 +279,8 @@ def test_a_killed_unpacking_is_repeated(packed, run, tmp_path):
     write_runs(file, runs)
     write_run(runs[0], tmp_path / "runs")
     (tmp_path / "runs" / runs[0].run / "record.json").unlink()
-    code, said, _ = run("records", "unpack", file, "--out", tmp_path / "runs")
-    assert (code, said.split()[0]) == (0, "6")
+    code, stdout, _ = run("records", "unpack", file, "--out", tmp_path / "runs")
+    assert (code, stdout.split()[0]) == (0, "6")
     assert read_record(tmp_path / "runs" / runs[0].run / "record.json").identity == runs[0].record.identity
 
 
@@ -319,8 +319,8 @@ def test_a_file_names_no_folder_of_a_machine(packed, run, tmp_path):
     assert run("records", "pack", tmp_path / "runs", "--out", tmp_path / "a.jsonl", "--by", "Ada")[0] == 0
     assert "private" not in (tmp_path / "a.jsonl").read_text()
     assert read_runs(tmp_path / "a.jsonl")[0].record.data["tokenizer"] == "bpe"
-    code, said, _ = run("records", "unpack", tmp_path / "a.jsonl", "--out", tmp_path / "runs")
-    assert (code, said.split()[0]) == (0, "0")
+    code, stdout, _ = run("records", "unpack", tmp_path / "a.jsonl", "--out", tmp_path / "runs")
+    assert (code, stdout.split()[0]) == (0, "0")
 
 
 def test_runs_with_stages_are_not_unpacked(packed, run, tmp_path):

@@ -128,11 +128,11 @@ def test_claims_and_measures(name):
             assert law is None or (len(law.recipe.compare.sizes) >= 3 and law.arm != law.recipe.compare.baseline)
 
 
-@pytest.mark.parametrize("given", ["null", "baseline"])
-def test_a_table_that_counts_steps_needs_a_number_to_reach(tmp_path, given):
+@pytest.mark.parametrize("threshold", ["null", "baseline"])
+def test_a_table_that_counts_steps_needs_a_number_to_reach(tmp_path, threshold):
     with pytest.raises(HeadwaterError, match=r"counts the steps to compare.threshold, which must be a number"):
-        prepare_work("ledger/hop", "cpu", tmp_path, [f"compare.threshold={given}"])
-    prepare_work("ledger/start", "cpu", tmp_path, [f"compare.threshold={given}"])
+        prepare_work("ledger/hop", "cpu", tmp_path, [f"compare.threshold={threshold}"])
+    prepare_work("ledger/start", "cpu", tmp_path, [f"compare.threshold={threshold}"])
 
 
 @pytest.mark.parametrize(
@@ -334,9 +334,9 @@ def test_each_small_recipe_names_a_table_that_trains_it():
         for path, names in used.items():
             if path == "cpu/same.yaml":  # no table's
                 continue
-            said = re.search(r"# Run: headwater reproduce ([\w./-]+)", (recipes_folder() / path).read_text())
-            assert said is not None, path
-            assert said[1] in names, path
+            match = re.search(r"# Run: headwater reproduce ([\w./-]+)", (recipes_folder() / path).read_text())
+            assert match is not None, path
+            assert match[1] in names, path
 
 
 def paths(folder: str) -> list[str]:
@@ -368,9 +368,9 @@ def test_gpu_scale_is_a_day_at_most(name):
     if "less than an H100-hour" in setting:
         assert hours < 1
     else:
-        said = re.search(r"about (\d+) H100-hours", setting)
-        assert said is not None
-        assert int(said[1]) == pytest.approx(hours, abs=0.6)
+        match = re.search(r"about (\d+) H100-hours", setting)
+        assert match is not None
+        assert int(match[1]) == pytest.approx(hours, abs=0.6)
     assert all(recipe.training.devices * recipe.training.nodes == 1 for _, recipe in recipes(name, "gpu"))
 
 

@@ -73,9 +73,9 @@ def test_going_on_from_the_one_before_a_damaged_one_ends_the_same(recipe, finish
     newest = list_checkpoints(tmp_path / "cut")[-1]
     assert newest.name == "step-000008"
     flip(newest / "model.safetensors")
-    said = []
-    train(recipe(), tmp_path / "cut", resume=True, on_event=lambda step, point: said.append(point))
-    notices = [point.message for point in said if isinstance(point, Notice)]
+    messages = []
+    train(recipe(), tmp_path / "cut", resume=True, on_event=lambda step, point: messages.append(point))
+    notices = [point.message for point in messages if isinstance(point, Notice)]
     assert len(notices) == 1
     assert "step-000008 is damaged (model.safetensors has changed" in notices[0]
     same_end(tmp_path / "whole", tmp_path / "cut")

@@ -206,15 +206,15 @@ def attack(whole: Path, use, tmp_path: Path, seed: int) -> None:
     shutil.copytree(whole, folder)
     done = [spoil(folder, rng) for _ in range(rng.choice([1, 1, 1, 2]))]
     before = sorted(os.listdir(folder))
-    said = ""
+    message = ""
     try:
         use(folder, out)
     except HeadwaterError as error:
-        said = str(error)
+        message = str(error)
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {done}") from error
-    assert "\n" not in said, (seed, done)
-    assert len(said) < 1500, (seed, done)
+    assert "\n" not in message, (seed, done)
+    assert len(message) < 1500, (seed, done)
     assert sorted(os.listdir(folder)) == before, (seed, done)
     shutil.rmtree(folder)
     shutil.rmtree(out, ignore_errors=True)

@@ -42,14 +42,14 @@ def test_no_mechanism_waits(name, position, documents):
     with FakeTensorMode():
         model = HeadwaterForCausalLM(config).train()
         ids = torch.zeros(2, 16, dtype=torch.long)
-        given = {} if documents is None else {documents: ids.bool() if documents == "document_starts" else ids}
+        options = {} if documents is None else {documents: ids.bool() if documents == "document_starts" else ids}
         if documents == "cu_seq_lens_q":
             if supported_kernels(config)[0] is not None:
                 pytest.skip("it needs a mask")
             model.set_attn_implementation("varlen")
-            given = {"position_ids": ids, documents: torch.zeros(67, dtype=torch.int32)}
+            options = {"position_ids": ids, documents: torch.zeros(67, dtype=torch.int32)}
         count = torch.zeros((), dtype=torch.long)
-        out = model(ids, labels=ids, shift_labels=ids, num_items_in_batch=count, skip_logits=True, **given)
+        out = model(ids, labels=ids, shift_labels=ids, num_items_in_batch=count, skip_logits=True, **options)
         out.loss.backward()
 
 
@@ -74,7 +74,7 @@ def test_a_step_of_a_run_does_not_wait(gradient_accumulation_steps, packed, devi
         data = {"kind": "text", "source": str(tmp_path / "texts"), "context": 512}
         computed = []
         kernel = varlen._run_by_documents
-        monkeypatch.setattr(varlen, "_run_by_documents", lambda *given: computed.append(given[3]) or kernel(*given))
+        monkeypatch.setattr(varlen, "_run_by_documents", lambda *args: computed.append(args[3]) or kernel(*args))
     values = {
         "data": data,
         "model": {

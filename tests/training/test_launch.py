@@ -51,9 +51,9 @@ def test_a_first_node_names_what_it_waits_for(recipe, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=60)
     waiting = "node 0: waiting for all 2 processes of this run at 127.0.0.1:29519, for at most 30 minutes"
-    assert said.splitlines() == [waiting]
+    assert text.splitlines() == [waiting]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def start(command, folder, second):
 
 def test_a_second_process_that_dies_as_it_starts_ends_the_first(command, tmp_path):
     process = start(command, tmp_path, "os._exit(3)")
-    _, said = process.communicate(timeout=240)
+    _, text = process.communicate(timeout=240)
     assert process.returncode != 0
-    assert "Traceback" not in said
-    assert "terminated with code 3" in said
+    assert "Traceback" not in text
+    assert "terminated with code 3" in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
@@ -122,5 +122,5 @@ def test_while_it_waits_for_others_a_process_can_be_stopped(command, tmp_path, n
     process.wait(60)
     assert process.returncode == -number
     os.kill(int(pid.read_text()), signal.SIGKILL)
-    _, said = process.communicate(timeout=240)  # until nobody has its stderr any more
-    assert "Traceback" not in said
+    _, text = process.communicate(timeout=240)  # until nobody has its stderr any more
+    assert "Traceback" not in text

@@ -419,7 +419,7 @@ def test_a_run_keeps_nothing_that_cuda_graphs_overwrite(recipe, tmp_path, monkey
     often = {"log_every": 1, "evaluate_every": 3}
     norm, steps = loop.gradient_norm, itertools.count(1)
     bad = torch.tensor(torch.nan)
-    monkeypatch.setattr(loop, "gradient_norm", lambda given: bad if next(steps) % 8 == 4 else norm(given))
+    monkeypatch.setattr(loop, "gradient_norm", lambda options: bad if next(steps) % 8 == 4 else norm(options))
     monkeypatch.setattr(setup, "compile_model", partial(compile_model, backend="aot_eager"))
     expected = train(recipe(training=training, reporting=often), tmp_path / "compiled")
     monkeypatch.setattr(setup, "compile_model", partial(compile_model, backend=overwrite_memory))
@@ -458,10 +458,10 @@ def test_a_compiled_model_sees_evaluation_in_one_shape(recipe, tmp_path, monkeyp
     shapes = []
     forward = HeadwaterForCausalLM.forward
 
-    def seen(self, input_ids, **given):
+    def seen(self, input_ids, **options):
         if not self.training:
             shapes.append(tuple(input_ids.shape))
-        return forward(self, input_ids, **given)
+        return forward(self, input_ids, **options)
 
     monkeypatch.setattr(HeadwaterForCausalLM, "forward", seen)
     texts = tmp_path / "texts"
@@ -609,10 +609,10 @@ def test_only_trainable_mechanisms_are_trained(recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "said"), [(["svformer"], "no parameters of 'svformer'"), (["value_embedding"], "of 'value_embedding'")]
+    ("names", "message"), [(["svformer"], "no parameters of 'svformer'"), (["value_embedding"], "of 'value_embedding'")]
 )
-def test_what_has_no_parameters_cannot_be_trained_alone(recipe, tmp_path, names, said):
-    with pytest.raises(HeadwaterError, match=said):
+def test_what_has_no_parameters_cannot_be_trained_alone(recipe, tmp_path, names, message):
+    with pytest.raises(HeadwaterError, match=message):
         train(
             recipe(model={"mechanisms": {"svformer": {}}}, training={"trainable_mechanisms": names}), tmp_path / "run"
         )

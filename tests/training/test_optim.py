@@ -89,7 +89,7 @@ def test_a_mechanism_may_have_a_group_of_its_own(model):
 def test_a_parameter_that_no_group_holds_is_seen(model, monkeypatch):
     """The groups must add up to all parameters, whatever modules come."""
     real = model.named_modules
-    monkeypatch.setattr(model, "named_modules", lambda *args, **given: real(*args, **given) if given else iter([]))
+    monkeypatch.setattr(model, "named_modules", lambda *args, **kwargs: real(*args, **kwargs) if kwargs else iter([]))
     with pytest.raises(AssertionError, match="every parameter once"):
         parameter_groups(model, 0.1)
 
@@ -124,8 +124,8 @@ def stepped(make, grads: list[list[torch.Tensor]], skip: set[int] = frozenset())
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = make([{"params": parameters}])
-    for step, given in enumerate(grads):
-        for parameter, grad in zip(parameters, given, strict=True):
+    for step, options in enumerate(grads):
+        for parameter, grad in zip(parameters, options, strict=True):
             parameter.grad = grad.clone()
         if isinstance(optimizer, Muon):
             optimizer.found_inf = torch.tensor(float(step in skip))

@@ -266,8 +266,8 @@ def test_two_processes_begin_with_a_grown_model_as_one_does(further, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_that_were_stopped_go_on_to_the_same_end(further, kind):
-    said = (further / f"{kind}-cut.said").read_text()
-    assert "is saved; run the same command with --resume" in said
+    text = (further / f"{kind}-cut.said").read_text()
+    assert "is saved; run the same command with --resume" in text
     whole, cut = (read_record(further / f"{kind}-{how}") for how in ("whole", "cut"))
     assert cut.curve == whole.curve
     assert cut.held_out == whole.held_out
@@ -308,9 +308,9 @@ def test_a_sharded_checkpoint_is_split_and_holds_no_pickle(trained):
 
 def test_an_error_of_any_process_ends_all_and_leaves_what_was_saved(trained):
     """Processes that did not end together would wait for each other: the jobs after this one would not run."""
-    said = (trained / "full.said").read_text()
-    assert "Process 1: The checkpoint of step 4 could not be saved" in said
-    assert "the disk is full; the one of step 2 is intact" in said
+    text = (trained / "full.said").read_text()
+    assert "Process 1: The checkpoint of step 4 could not be saved" in text
+    assert "the disk is full; the one of step 2 is intact" in text
     assert [path.name for path in (trained / "full" / "checkpoints").iterdir()] == ["step-000002"]
     assert find_damage(list_checkpoints(trained / "full")[-1]) is None
     assert len(curve(trained / "full")) <= 7, "it is told before the next save"

@@ -30,10 +30,10 @@ STAGES = [
 @pytest.fixture(scope="module")
 def staged(recipe):
     def make(**changes):
-        given = {"training": {"steps": 8}, "reporting": {"evaluate_every": 2}, "stages": STAGES} | changes
-        values = recipe(**{name: value for name, value in given.items() if name != "stages"}).model_dump(mode="json")
+        options = {"training": {"steps": 8}, "reporting": {"evaluate_every": 2}, "stages": STAGES} | changes
+        values = recipe(**{name: value for name, value in options.items() if name != "stages"}).model_dump(mode="json")
         values["model"] = {k: v for k, v in values["model"].items() if k != "mechanisms"} | PAIRS
-        return parse(values | {"stages": given["stages"]}, "test")
+        return parse(values | {"stages": options["stages"]}, "test")
 
     return make
 
@@ -105,7 +105,7 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stages", "said"),
+    ("stages", "message"),
     [
         ([{"name": "a"}, {"name": "a"}], "different names"),
         ([{"name": "start"}], "different names"),
@@ -131,9 +131,9 @@ def test_several_devices_are_told_to_go_stage_by_stage(staged, tmp_path):
         ([{"name": "a", "data": {"kind": "induction", "lenght": 3}}], "lenght"),
     ],
 )
-def test_what_is_wrong_with_stages_is_said_at_once(staged, stages, said):
+def test_what_is_wrong_with_stages_is_said_at_once(staged, stages, message):
     values = staged(stages=[]).model_dump(mode="json")
-    with pytest.raises(HeadwaterError, match=said):
+    with pytest.raises(HeadwaterError, match=message):
         parse(values | {"stages": stages}, "test")
 
 
@@ -141,14 +141,14 @@ def test_a_stage_that_cannot_follow_from_a_checkpoint_is_refused_before_any_is_t
     train(recipe(training={"steps": 1}, model={"num_key_value_heads": 1, "mechanisms": None}), tmp_path / "trained")
     wrong = {"name": "wider", "grow": {"num_key_value_heads": 3}, "training": {"steps": 1}}
     begun = {"start": {"checkpoint": str(tmp_path / "trained")}, "stages": [wrong]}
-    given = staged(stages=[]).model_dump(mode="json") | begun
-    del given["model"]["mechanisms"]
+    options = staged(stages=[]).model_dump(mode="json") | begun
+    del options["model"]["mechanisms"]
     with pytest.raises(HeadwaterError, match="Stage 'wider'"):
-        train_stages(parse(given, "test"), tmp_path / "run")
+        train_stages(parse(options, "test"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
     compare = {"baseline": "a", "arms": {"a": {}, "b": {"training": {"steps": 2}}}, "seeds": [0]}
     with pytest.raises(HeadwaterError, match="Arm 'a': Stage 'wider'"):
-        run_comparison(parse(given | {"compare": compare}, "test"), tmp_path / "out")
+        run_comparison(parse(options | {"compare": compare}, "test"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -157,12 +157,12 @@ def test_a_checkpoint_may_change_once_the_first_stage_is_finished(staged, recipe
     train(recipe(training={"steps": 1}, model=sizes), tmp_path / "trained")
     deeper = {"name": "deeper", "grow": {"num_hidden_layers": 3}, "training": {"steps": 1}}
     begun = {"start": {"checkpoint": str(tmp_path / "trained")}, "stages": [deeper]}
-    given = staged(stages=[], training={"steps": 1}).model_dump(mode="json") | begun
-    del given["model"]["mechanisms"]
-    train_stages(parse(given, "test"), tmp_path / "run", only="start")
+    options = staged(stages=[], training={"steps": 1}).model_dump(mode="json") | begun
+    del options["model"]["mechanisms"]
+    train_stages(parse(options, "test"), tmp_path / "run", only="start")
     shutil.rmtree(tmp_path / "trained")
     train(recipe(training={"steps": 1}, model=sizes | {"num_hidden_layers": 4}), tmp_path / "trained")
-    assert train_stages(parse(given, "test"), tmp_path / "run", resume=True).status == "finished"
+    assert train_stages(parse(options, "test"), tmp_path / "run", resume=True).status == "finished"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

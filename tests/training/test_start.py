@@ -446,8 +446,8 @@ def test_a_model_from_elsewhere_keeps_how_it_begins_and_ends_texts(recipe, tmp_p
         begun = recipe(model={}, data=data, training={"steps": steps}, **start(tmp_path / "llama"))
         train(begun, tmp_path / "run", resume=True)
     model, tokenizer = load_for_generation(tmp_path / "run")
-    said = "generation_config.json sets repetition_penalty, temperature, which is not followed here."
-    assert said in capsys.readouterr().err
+    text = "generation_config.json sets repetition_penalty, temperature, which is not followed here."
+    assert text in capsys.readouterr().err
     settings = json.loads((newest_checkpoint(tmp_path / "run") / "generation_config.json").read_text())
     assert (settings["eos_token_id"], settings["do_sample"], settings["temperature"]) == ([256, 97], True, 0.3)
     original, trained = find_candidates([str(tmp_path / "llama"), str(tmp_path / "run")])

@@ -173,9 +173,9 @@ def test_a_step_that_is_skipped_leaves_the_average(make):
 @pytest.mark.parametrize("probabilities", [False, True])
 def test_smoothing_is_pytorchs(probabilities):
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
-    given = F.one_hot(labels, 3 + 1).float() if probabilities else labels
+    options = F.one_hot(labels, 3 + 1).float() if probabilities else labels
     expected = F.cross_entropy(logits, labels, label_smoothing=0.2)
-    assert torch.allclose(F.cross_entropy(logits, smooth_labels(given, 0.2, 4)), expected)
+    assert torch.allclose(F.cross_entropy(logits, smooth_labels(options, 0.2, 4)), expected)
 
 
 def test_a_broken_held_out_image_loses_no_step(make, tmp_path):
@@ -248,18 +248,18 @@ def test_predictions(finished, make, tmp_path, capsys):
     bad = tmp_path / "text.png"
     bad.write_text("no image")
     assert run("predict", str(finished), str(files[0]), str(bad), "--jsonl") == 2
-    said = capsys.readouterr()
-    assert said.out == ""  # a batch of images or none of it
-    assert "text.png' is not an image" in said.err
+    captured = capsys.readouterr()
+    assert captured.out == ""  # a batch of images or none of it
+    assert "text.png' is not an image" in captured.err
     for arguments, words in (
         ([str(finished), str(bad)], "text.png' is not an image"),
         ([str(finished), str(tmp_path)], "is a folder"),
         ([str(finished), str(tmp_path / "none.png")], "no file"),
     ):
         assert run("predict", *arguments) == 2
-        said = capsys.readouterr().err
-        assert words in said
-        assert said.count("\n") == 1
+        stderr = capsys.readouterr().err
+        assert words in stderr
+        assert stderr.count("\n") == 1
 
 
 def test_models_of_text_are_refused(finished_text, tmp_path, capsys):

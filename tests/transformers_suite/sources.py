@@ -25,8 +25,8 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "head
 
 def folder() -> Path:
     """The folder `tests` of transformers' sources; fetched from the package index the first time."""
-    if given := os.environ.get("TRANSFORMERS_SOURCE"):
-        return Path(given) / "tests"
+    if options := os.environ.get("TRANSFORMERS_SOURCE"):
+        return Path(options) / "tests"
     kept = CACHE / transformers.__version__
     if not kept.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)

@@ -82,8 +82,8 @@ def test_what_fits_and_how_long_it_takes():
 def test_plan_prints_images(run):
     code, out, _ = run("plan", "vit-b-16", "tokenformer-vit-b-16", "--hardware", "H100", "--images", "384M")
     assert code == 0
-    for said in ("224 x 224", "86.57 M", "114.8 M", "FLOPs per image", "images/s", "days for 384 M images"):
-        assert said in out
+    for message in ("224 x 224", "86.57 M", "114.8 M", "FLOPs per image", "images/s", "days for 384 M images"):
+        assert message in out
     for not_said in ("cache", "token ", "tokens", "context", "vocabulary"):
         assert not_said not in out.replace("tokenformer", "")
     code, out, _ = run("plan", "vit-b-16", "image_size=384", "--json")

@@ -190,8 +190,8 @@ def test_exported_with_its_code(tmp_path):
     with pytest.raises(HeadwaterError, match="materialise"):
         export(model, tmp_path / "exported", materialise=True)
     export(model, tmp_path / "exported")
-    ((ended, printed, said),) = apart([f"FOLDER = {str(tmp_path)!r}{SCRIPT}"], "models")
-    assert ended == 0, said[-3000:]
+    ((ended, printed, stderr),) = apart([f"FOLDER = {str(tmp_path)!r}{SCRIPT}"], "models")
+    assert ended == 0, stderr[-3000:]
     with torch.no_grad():
         wanted = model(torch.arange(432.0).view(1, 3, 9, 16).sin()).logits[0]
     assert json.loads(printed.splitlines()[-1]) == pytest.approx(wanted.tolist(), abs=1e-5)
