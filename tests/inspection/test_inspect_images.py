@@ -9,7 +9,7 @@ import torch
 from headwater.nn.patches import raster_positions
 from headwater.util.errors import HeadwaterError
 from headwater_lab.data.images import image_processor
-from headwater_lab.inspection import build_tables, check_alike, inspect_model, to_json
+from headwater_lab.inspection import build_tables, check_same_kind, inspect_model, to_json
 from headwater_lab.inspection.inspection import SampleSize
 from headwater_lab.inspection.inspection_pictures import heads_picture
 from headwater_lab.inspection.sample import Sample
@@ -133,8 +133,8 @@ def test_by_default_held_out_images(tmp_path):
     labels = " ".join(str(cell) for cell in table.columns[0].cells)
     assert all(words in labels for words in ("token similarity", "attention to the first token", "previous token"))
     assert "induction" not in labels
-    check_alike([inspected, inspected])
+    check_same_kind([inspected, inspected])
     with pytest.raises(HeadwaterError, match="inspect them separately"):
-        check_alike([inspected, replace(inspected, sample=SampleSize(1, 16, None))])
+        check_same_kind([inspected, replace(inspected, sample=SampleSize(1, 16, None))])
     with pytest.raises(HeadwaterError, match="Images of one patch"):
         inspect_model(open_trained(tmp_path / "patch"), "patch")

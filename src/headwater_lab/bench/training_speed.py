@@ -143,9 +143,7 @@ def _compare_times(paired: PairedTimes, reference: str) -> dict[str, str]:
     return {"s": f"{a:.3f}", f"{reference}, s": f"{b:.3f}"} | paired.write_cells()
 
 
-def time_pair(
-    pair: ModelPair, precision: Precision, pairs: int, device: str = "cpu", show: Show = ignore_progress
-) -> PairedTimes:
+def time_pair(pair: ModelPair, precision: Precision, pairs: int, device: str, show: Show) -> PairedTimes:
     """Time whole training steps of the two models in turn. show: see `take_turns`."""
     if device == "cpu":
         keep_freed_memory()  # training does so too

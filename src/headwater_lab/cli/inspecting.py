@@ -33,7 +33,7 @@ def inspect_models(
     scalars: Read no text and no images; show only the learned scalars.
     out: Write inspect.json and pictures into this folder.
     """
-    from headwater_lab.inspection import build_tables, check_alike, draw_pictures, inspect_model, to_json
+    from headwater_lab.inspection import build_tables, check_same_kind, draw_pictures, inspect_model, to_json
     from headwater_lab.training.trained_models import open_trained
     from headwater_lab.util.output_folder import occupy_folder
     from headwater_lab.util.outputs import check_replaceable, write_json
@@ -49,7 +49,7 @@ def inspect_models(
         name = path.resolve().name
         name = name if name not in [model.name for model in inspections] else f"{name} ({len(inspections) + 1})"
         inspections.append(inspect_model(trained, name, text, rows=rows, context=context, scalars_only=scalars))
-    check_alike(inspections)
+    check_same_kind(inspections)
     say(*build_tables(inspections))
     if out is not None:
         with occupy_folder(out):

@@ -64,7 +64,7 @@ FREE_TEXT = ("prompt", "stop", "separator")
 
 
 class _FoldingHighlighter(rich_utils.OptionHighlighter):
-    """Lets --help continue a name that is wider than its column on the next line, where Typer cuts it."""
+    """A highlighter that folds names wider than their column of --help, where Typer cuts them."""
 
     def highlight(self, text: Text) -> None:
         text.overflow = "fold"
@@ -72,7 +72,7 @@ class _FoldingHighlighter(rich_utils.OptionHighlighter):
 
 
 class _HelpTable(rich_utils.Table):
-    """Omits the type of flags. On a narrow terminal the text of an option is below its name, not beside it."""
+    """A table of --help without the type of flags, on a narrow terminal with the text of an option below its name."""
 
     def add_row(self, *cells: Any, **settings: Any) -> None:
         cells = tuple("" if str(cell) == "<bool>" else cell for cell in cells)

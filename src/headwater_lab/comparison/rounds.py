@@ -12,8 +12,8 @@ def run_sequentially(
     trials: list[Trial],
     plan: SeedPlan,
     baseline: str,
-    workers: int | None = None,
-    on_change: OnChange | None = None,
+    workers: int | None,
+    on_change: OnChange | None,
 ) -> list[Outcome]:
     """Train the first seeds of all arms, then further seeds of the undecided ones, one at a time, at every size.
 

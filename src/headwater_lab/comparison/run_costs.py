@@ -35,9 +35,7 @@ class RunCost:
         return 1 - self.flops / self.alone
 
 
-def count_run_costs(
-    recipe: Recipe, vocab_size: int | None = None, estimate: ModelEstimate | None = None
-) -> list[RunCost]:
+def count_run_costs(recipe: Recipe, vocab_size: int | None, estimate: ModelEstimate) -> list[RunCost]:
     """Count the cost of the runs of a comparison: of tuning, of each size, and all.
 
     None if `compare` could not train the recipe, or it has stages.
@@ -69,7 +67,7 @@ def count_run_costs(
         groups.setdefault(trial.experiment.size or recipe.name, []).append(cost)
     costs = [_sum_costs(name, group) for name, group in groups.items()]
     costs += [_sum_costs(ALL, costs)] if len(costs) > 1 else []
-    if estimate is None or estimate.hardware is None:
+    if estimate.hardware is None:
         return costs
     speed = estimate.hardware.peak(estimate.precision) * estimate.mfu
     return [replace(cost, hours=cost.flops / speed / 3600) for cost in costs]
@@ -81,7 +79,7 @@ def _count_trial_costs(trials: Sequence[Trial], count: Callable[[Recipe], float]
     for trial in trials:
         recipe, trunk = trial.recipe, trunks.get(trial.folder)
         first = 0 if trunk is None else recipes[trunk].decay_start or 0
-        units, rate = recipe.rows * recipe.row_length, count(recipe)
+        units, rate = recipe.tokens, count(recipe)
         trained = units * (recipe.training.steps - first) // recipe.training.steps
         yield trial, RunCost("", 1, trained, trained * rate, units * rate)
 

@@ -15,14 +15,15 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy import optimize, special
+from scipy import optimize
 
 from headwater.util.errors import HeadwaterError
-from headwater_lab.comparison.statistics import INCONCLUSIVE, is_too_wide
+from headwater_lab.comparison.sequential import LEVEL
+from headwater_lab.comparison.statistics import INCONCLUSIVE, is_too_wide, t_interval
 from headwater_lab.training.records import RunRecord, same_tokens
 
 Axis = Literal["parameters", "tokens", "flops"]
-CONFIDENCE = 0.95
+CONFIDENCE = 1 - LEVEL
 # At least as many sizes as the law has constants: E, log A and a.
 LEAST_SIZES = 3
 # marin's E, in nats per token, which its laws over FLOPs share, so that only A and a are fitted.
@@ -379,8 +380,7 @@ def estimate_ratio(values: np.ndarray) -> Estimate:
             return Estimate(result, (0.0, math.inf))
         count = len(again)
         error = math.sqrt((count - 1) / count * float(np.sum((again - np.mean(again)) ** 2)))
-        half = float(special.stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
-        low, high = np.exp([center - half, center + half])
+        low, high = np.exp(t_interval(center, error, count - 1, LEVEL))
     return Estimate(result, (float(low), float(high)), error, count - 1)
 
 

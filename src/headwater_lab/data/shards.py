@@ -131,7 +131,7 @@ class EvaluationFacts(Facts):
 
 
 class Manifest(Facts):
-    """What a prepared folder contains, and what it was made from."""
+    """The contents of a prepared folder, and what it was made from."""
 
     format_version: Literal[2] = FORMAT_VERSION
     headwater: str

@@ -271,8 +271,8 @@ def _score_texts(
 
 def choose_measures(candidates: Sequence[Candidate]) -> list[str]:
     """Choose the measures by which models can be compared on text: measures per token need the same tokenizer."""
-    alike = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
-    return list(MEASURES) if alike else ["bits-per-byte"]
+    have_same_tokens = all(same_tokenizer(candidates[0], candidate) for candidate in candidates[1:])
+    return list(MEASURES) if have_same_tokens else ["bits-per-byte"]
 
 
 def to_json(result: EvaluationResult) -> dict[str, Any]:

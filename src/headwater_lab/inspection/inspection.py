@@ -113,7 +113,7 @@ def inspect_model(
     return Inspection(**facts, sample=size, read=read_sample(model, sample))
 
 
-def check_alike(inspections: Sequence[Inspection]) -> None:
+def check_same_kind(inspections: Sequence[Inspection]) -> None:
     """Raise `HeadwaterError` if some have read text and others images, whose measurements differ."""
     if len({inspection.sample.patches is None for inspection in inspections if inspection.sample}) > 1:
         raise HeadwaterError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Hyperparameters(NamedTuple):
-    """What a law may set. batch, warmup: tokens. decay_fraction: share of all steps."""
+    """The settings of a law. batch, warmup: tokens. decay_fraction: share of all steps."""
 
     batch: float
     learning_rate: float

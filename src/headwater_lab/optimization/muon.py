@@ -48,12 +48,13 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step."""
         for group in self.param_groups:
-            alike: dict[tuple, list[nn.Parameter]] = {}
+            by_kind: dict[tuple, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     split = parameter.device_mesh if isinstance(parameter, DTensor) else None
-                    alike.setdefault((parameter.shape, parameter.dtype, parameter.device, split), []).append(parameter)
-            for parameters in alike.values():
+                    kind = parameter.shape, parameter.dtype, parameter.device, split
+                    by_kind.setdefault(kind, []).append(parameter)
+            for parameters in by_kind.values():
                 self._step_alike(parameters, group["lr"], group["momentum"], group["weight_decay"])
 
     def _step_alike(self, parameters: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:

@@ -57,4 +57,4 @@ def count_stage_costs(recipe: Recipe) -> Iterator[tuple[str, float, int]]:
         key = repr(config.to_dict() | {"initializer_seed": None}), run.row_length
         if key not in _flops_by_config:
             _flops_by_config[key] = training_flops(config, run.row_length)
-        yield run.identity, run.rows * run.row_length * _flops_by_config[key], run.training.steps
+        yield run.identity, run.tokens * _flops_by_config[key], run.training.steps

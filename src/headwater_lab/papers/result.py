@@ -221,7 +221,7 @@ def _write_amount(value: float, claim: Judged) -> str:
     return f"{value:+,.{max(0, 2 - math.floor(math.log10(scale)))}f}"
 
 
-def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str = "") -> str:
+def count_verdicts(verdicts: Sequence[ClaimVerdict], where: str) -> str:
     """Write a sentence on how many claims replicate."""
     total, counts = len(verdicts), Counter(verdicts)
     if not total:

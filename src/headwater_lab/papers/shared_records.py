@@ -160,7 +160,7 @@ def _check_recipe(record: RunRecord, recipe: Recipe) -> Iterator[str]:
 
 def _check_costs(record: RunRecord, recipe: Recipe) -> Iterator[str]:
     """List the costs of a whole run that do not follow from its recipe."""
-    tokens = recipe.rows * recipe.row_length
+    tokens = recipe.tokens
     if record.tokens != tokens:
         yield f"it has seen {record.tokens:,} {record.unit}, but its recipe makes {tokens:,}."
     elif record.unit == "tokens":

@@ -141,6 +141,11 @@ class Recipe(Settings):
         """Rows in all steps of training."""
         return self.training.steps * self.training.batch_size * self.training.gradient_accumulation_steps
 
+    @property
+    def tokens(self) -> int:
+        """Tokens, or images, in all steps of training."""
+        return self.rows * self.row_length
+
     def config_for(self, data: Data | DataShape) -> HeadwaterConfig:
         """The model's config for this data. Raises `HeadwaterError` if fields contradict each other."""
         if isinstance(self.data, ImageSettings):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from headwater_lab.comparison.scaling import Estimate, Law, Scaling, evaluate_law
+from headwater_lab.comparison.scaling import Estimate, Scaling, evaluate_law
 from headwater_lab.comparison.speedup import MEASURES, Speedup
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.curves import Curve, Curves, choose_y_limits, make_arm_curves, make_run_curve
@@ -160,9 +160,10 @@ def scaling_picture(scaling: Scaling, title: str, arms: Sequence[str]) -> Pictur
     look = choose_styles(arms, scaling.baseline)
     figure, (axes,) = _make_panels(3.9)
     for law in scaling.laws:
+        constants = np.array([law.e, np.log(max(law.a, 1e-300)), law.exponent])
         style, (sizes, losses) = look[law.arm], zip(*scaling.points[law.arm], strict=True)
         grid = np.geomspace(0.8 * min(sizes), 1.25 * max(sizes), 60)
-        axes.plot(grid, evaluate_law(law_constants(law), grid), color=style.color, lw=1.5, ls=style.line)
+        axes.plot(grid, evaluate_law(constants, grid), color=style.color, lw=1.5, ls=style.line)
         axes.plot(sizes, losses, style.marker, color=style.color, ms=7, label=literal(law.arm))
     axes.set(xscale="log", yscale="log", ylabel=name_unit(scaling.metric, scaling.unit))
     axes.set_xlabel(scaling.size_unit)
@@ -223,8 +224,3 @@ def _set_speedup_axes(axes: Any, values: Sequence[float], sizes: Sequence[str]) 
 
 def _choose_estimate(speedup: Speedup) -> Estimate:
     return speedup.values.get(MEASURES[-1], speedup.values[MEASURES[1]])
-
-
-def law_constants(law: Law) -> np.ndarray:
-    """Return E, log A, a."""
-    return np.array([law.e, np.log(max(law.a, 1e-300)), law.exponent])

@@ -108,11 +108,8 @@ def write_latex(table: PageTable, name: str) -> str:
 def _break_column(head: str, *cells: str) -> list[list[str]]:
     """Break long cells into lines, and the head into lines of their width."""
     lines = [[*Prose(_join_lines(cell)).break_lines(LINE)] for cell in cells]
-    return [[*Prose(_join_lines(head)).break_lines(_measure_column(lines))], *lines]
-
-
-def _measure_column(cells: Sequence[Sequence[str]]) -> int:
-    return max(map(len, chain(*cells)), default=LINE)
+    width = max(map(len, chain(*lines)), default=LINE)
+    return [[*Prose(_join_lines(head)).break_lines(width)], *lines]
 
 
 def _write_tabular(columns: Sequence[Sequence[Sequence[str]]], side: str) -> str:

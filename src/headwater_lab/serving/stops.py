@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class UntilStop:
-    """Pass a text on in pieces, up to the first of some stop texts.
+    """A filter that passes a text on in pieces, up to the first of some stop texts.
 
     stopped: whether a stop text has arrived. A possible beginning of one is held back until the next piece.
     """
@@ -21,7 +21,8 @@ class UntilStop:
         self.stopped = text_before != self.pending
         length = len(text_before)
         if not (self.stopped or end):
-            length -= max((_measure_overlap(text_before, stop) for stop in self.stops), default=0)
+            beginnings = (stop[:count] for stop in self.stops for count in range(1, len(stop)))
+            length -= max((len(part) for part in beginnings if text_before.endswith(part)), default=0)
         self.pending, visible = self.pending[length:], self.pending[:length]
         return visible
 
@@ -29,8 +30,3 @@ class UntilStop:
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return the beginning of a text, up to the first of the stop texts in it."""
     return text[: min((start for start in map(text.find, stops) if start >= 0), default=len(text))]
-
-
-def _measure_overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of a text that may be the beginning of a stop text."""
-    return next((length for length in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:length])), 0)

@@ -101,10 +101,9 @@ class Metrics:
 
     def fill_record(self, record: RunRecord) -> None:
         """Give the record all points, in order."""
-        record.curve = [point for point in self.points if isinstance(point, CurvePoint)]
-        record.held_out = [point for point in self.points if isinstance(point, HeldOutPoint)]
-        record.speed = [point for point in self.points if isinstance(point, SpeedPoint)]
-        record.notices = [point for point in self.points if isinstance(point, Notice)]
+        for kind, point_class in KINDS.items():
+            field = "notices" if kind == "notice" else kind
+            setattr(record, field, [point for point in self.points if isinstance(point, point_class)])
 
 
 KINDS: dict[str, type[Point]] = {"curve": CurvePoint, "held_out": HeldOutPoint, "speed": SpeedPoint, "notice": Notice}

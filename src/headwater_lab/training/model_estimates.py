@@ -166,7 +166,7 @@ def _estimate_stages(
     """Estimate the stages of a recipe, whose models have these configs, by name."""
     stages, context = {}, recipe.row_length
     for name, config, run in zip(recipe.stage_names, configs, recipe.stage_recipes, strict=True):
-        training, tokens = run.training, run.rows * context
+        training, tokens = run.training, run.tokens
         settings = PlannedModel(config, training, run, teacher=teacher).list_settings([context], training.precision)
         step = estimate_model(
             config, context=context, batch=training.batch_size, precision=training.precision, **settings
@@ -317,7 +317,7 @@ def _count_device_rows(rows: int, devices: Any) -> int:
 
 def _count_budget(run: Recipe | None) -> dict[str, Any]:
     """Count the tokens or images that a recipe trains on; {} without a recipe."""
-    return {} if run is None else {run.unit: run.rows * run.row_length}
+    return {} if run is None else {run.unit: run.tokens}
 
 
 def _choose_context(configs: Sequence[HeadwaterConfig]) -> int | None:
@@ -440,7 +440,7 @@ def _read_recipe_models(
     return planned
 
 
-def find_config(title: str, recipe: Recipe, vocab_size: int | None = None, name: str | None = None) -> HeadwaterConfig:
+def find_config(title: str, recipe: Recipe, vocab_size: int | None, name: str | None = None) -> HeadwaterConfig:
     """Find the config of a recipe's model without its data. title, name: of the recipe and its arm, for errors.
 
     Raises `HeadwaterError`.

@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.training_section import Training
 from headwater_lab.util.model_kinds import AnyModel
+from headwater_lab.util.process import handle_signals
 from headwater_lab.util.terminal import counted
 from headwater_lab.util.workers import die_with_parent
 
@@ -91,7 +91,8 @@ def make_fabric(recipe: Recipe, run: Path) -> Fabric:
             precision="32-true",
             loggers=[TensorBoardLogger(run, name="tensorboard", version="")] if to_files else [],
         )
-        with _ended_by_signals(), _restored_environment():
+        # While the process waits for others in C++, Python runs no handlers, so signals end it at once.
+        with handle_signals(signal.SIG_DFL), _restored_environment():
             if nodes > 1:
                 _tell_waiting(fabric, training)
             fabric.launch()
@@ -191,21 +192,6 @@ def _restored_environment() -> Iterator[None]:
     finally:
         for name in set(os.environ) - before:
             del os.environ[name]
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process at once: while it waits for others in C++, Python runs no handlers."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    signals = [signal.SIGINT, signal.SIGTERM] if in_main_thread else []
-    handlers = {number: handler for number in signals if callable(handler := signal.getsignal(number))}
-    for number in handlers:
-        signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def is_sharded(training: Training) -> bool:

@@ -116,7 +116,7 @@ class Environment(_Section):
 
 
 class Recorded(_Section):
-    """When a record was written, and by which code."""
+    """The day on which a record was written, and the code that wrote it."""
 
     date: str = Field(pattern=r"^\d{4}-\d\d-\d\d$")
     """The day in UTC on which the run last wrote its record."""
@@ -127,7 +127,7 @@ class Recorded(_Section):
 
 
 class SeedPlan(_Section):
-    """How a comparison adds seeds until it is decided (`compare.sequential`)."""
+    """A plan to add seeds until a comparison is decided (`compare.sequential`)."""
 
     seeds: list[RecordCount]
     """All seeds that may be trained, in order; their number is the maximum."""
@@ -226,7 +226,7 @@ class StageRecord(_Section):
 
 
 class _TrainingSettings(BaseModel):
-    """What readers of records need in `recipe.training`."""
+    """The fields of `recipe.training` that readers of records need."""
 
     steps: RecordCount
     learning_rate: float
@@ -235,7 +235,7 @@ class _TrainingSettings(BaseModel):
 
 
 class _Sections(BaseModel):
-    """What readers of records need in `recipe`."""
+    """The sections of `recipe` that readers of records need."""
 
     training: _TrainingSettings
     model: dict[str, Any] = {}

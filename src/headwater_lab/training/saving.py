@@ -153,7 +153,7 @@ def remove_leftovers(run: Path) -> None:
 
 
 class Saver:
-    """Saves checkpoints while training continues. All processes call its methods together.
+    """A writer of checkpoints while training continues. All processes call its methods together.
 
     A save copies everything to host memory; a thread of the first process then writes, hashes, syncs and renames it,
     while further steps run. Only one checkpoint is in progress at a time: the next save waits for it, and so do the end

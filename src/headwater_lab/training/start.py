@@ -440,7 +440,7 @@ class Teacher:
         return (1 - self.settings.weight) * loss + self.settings.weight * divergence / count
 
 
-def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float = 1.0) -> Tensor:
+def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
     """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
 
     Tokens that are not selected are computed too, since only the device knows how many there are.

@@ -158,7 +158,7 @@ def open_image_processor(source: Path | str) -> BaseImageProcessor | None:
         return None
 
 
-def read_tokenizer(source: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase | None:
+def read_tokenizer(source: Path | str, vocab_size: int | None) -> PreTrainedTokenizerBase | None:
     """Open the tokenizer of a checkpoint or of a name on the hub; None if it has none. See `find_tokenizer`."""
     if isinstance(source, Path):
         return find_tokenizer(source, vocab_size) if source.is_dir() else None

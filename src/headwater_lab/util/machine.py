@@ -57,7 +57,7 @@ def read_cpu_wait() -> float:
     return waited / 1e9
 
 
-def choose_threads(sharing: int = 1) -> int:
+def choose_threads(sharing: int) -> int:
     """Choose how many threads PyTorch computes with on a CPU: its own number, or fewer if other processes are busy.
 
     sharing: how many processes, with this one, call this at the same time to divide the cores.

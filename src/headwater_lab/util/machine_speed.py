@@ -108,7 +108,7 @@ def _seconds_on_gpu(run: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def read_bandwidth(device: str = "cpu") -> float:
+def read_bandwidth(device: str) -> float:
     """Measure the bytes/s at which the device's memory is read: the best of repeated long sums."""
     x = torch.ones(2**27 if torch.device(device).type == "cpu" else 2**30, device=device)
     return x.numel() * x.element_size() / best(lambda: float(x.sum()), x.device)

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import FrameType
@@ -67,26 +67,34 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def stop_requests() -> Iterator[threading.Event]:
     """Yield an event that SIGINT and SIGTERM set, to finish and save a step. A second signal stops at once.
 
-    Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored. Outside the main thread,
-    where Python handles no signals, the event is never set.
+    Outside the main thread, where Python handles no signals, the event is never set.
     """
     stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
     def request_stop(number: int, frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
 
-    signals = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
-    handlers = {number: signal.signal(number, request_stop) for number in signals}
-    try:
+    with handle_signals(request_stop):
         yield stop
+
+
+@contextmanager
+def handle_signals(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM by this handler in the block, if it runs in the main thread.
+
+    Signals that are ignored stay ignored: a shell starts background jobs with SIGINT ignored.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
+    handled = [number for number in signals if signal.getsignal(number) not in (None, signal.SIG_IGN)]
+    previous = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)
 
 
 def _open_streams() -> None:
