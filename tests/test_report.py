@@ -311,7 +311,7 @@ class TestRecipe:
 
     def test_only_changed_fields_are_listed(self, trials, tmp_path):
         found = read_comparisons(saved(tmp_path, trials))
-        part = next(p for p in tell_story(found).parts if p.title == "Changes")
+        part = next(p for p in tell_story(found).sections if p.title == "Changes")
         small, _, sizes = part.tables
         assert ["longer", "training.steps", "12", "20"] in small.rows
         assert ["longer", "training.max_grad_norm", "1.0", "null"] in small.rows
@@ -339,7 +339,7 @@ class TestPage:
         tries = [record("base", 9, 3.0, phase="tuning", size="S")]
         found = read_comparisons(saved(tmp_path, [noted, *sized[1:], *tries]))
         one = tell_story(found)
-        titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.parts))
+        titles = list(dict.fromkeys(part.title.partition(",")[0] for part in one.sections))
         assert titles == ["Curves", "Results", "Differences", "Learning rates", "Scaling", "Speedup", "Recipe",
                           "Changes", "Data and environment", "Warnings (2)"]  # fmt: skip
         html = render_page([one])

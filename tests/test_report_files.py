@@ -77,7 +77,7 @@ def read_csv(file):
 def list_tables(folder):
     """The tables of a folder's report, by the names of their files."""
     stories = map(tell_story, group_by_experiment(read_comparisons(folder)))
-    sections = [section for story in stories for section in story.parts]
+    sections = [section for story in stories for section in story.sections]
     return {"-".join(filter(None, (s.file, table.name))): table for s in sections for table in s.tables}
 
 

@@ -176,14 +176,14 @@ def _report_overruled(recipe: Recipe, overrides: Sequence[str], watch: Observer)
     setters = {"seed": "compare.seeds"}
     if section.tried_rates:
         setters["training.learning_rate"] = "compare.ladder" if section.ladder else "compare.learning_rates"
-    keys, read = [text.partition("=")[0] for text in overrides], set()
+    keys, read_by_law = [text.partition("=")[0] for text in overrides], set()
     if section.ladder is not None:
         keys += [f"training.{name}" for name in sorted(recipe.training.model_fields_set)]
-        read = {f"training.{name}" for name in READ_FIELDS[section.ladder.law]} - _list_set_by_arms(section)
+        read_by_law = {f"training.{name}" for name in READ_FIELDS[section.ladder.law]} - _list_set_by_arms(section)
     replaced = [*filter(setters.__contains__, keys), *find_overruled(recipe, recipe.trials().values(), keys)]
-    by_law = {f"training.{name}" for size in section.sizes.values() for name in size["training"]} if read else ()
+    by_law = {f"training.{name}" for size in section.sizes.values() for name in size["training"]} if read_by_law else ()
     for key in dict.fromkeys(replaced):
-        if key not in read:
+        if key not in read_by_law:
             setter = setters.get(key, "compare.ladder" if key in by_law else "every arm or size")
             watch.tell(f"{key} has no effect, because {setter} sets it; change it in the recipe's compare section.")
 

@@ -131,11 +131,11 @@ def convert(
         del trained
         watch.tell("making the smaller model")
         records: list[RunRecord] = []
-        told: list[str] = []
+        notices: list[str] = []
         for name, title, (run, folder) in zip(("after", CONTROL), ("result", CONTROL), runs, strict=False):
-            on_event = watch_training(run, list_stages(run, folder), watch, told)
+            on_event = watch_training(run, list_stages(run, folder), watch, notices)
             records.append(train_stages(run, folder, resume=resume, on_event=on_event))
-            told += [notice.message for notice in records[-1].notices]
+            notices += [notice.message for notice in records[-1].notices]
             result = _write_start(folder, records[-1], dtype)
             publish_model(result, folder)
             if name not in measures:  # else measured before an interruption
@@ -348,8 +348,8 @@ def _write_time(estimate: ConversionEstimate, recipe: Recipe, model: HeadwaterFo
             float(model(ids, use_cache=False).logits[0, -1, 0])
             seconds = time.perf_counter() - started
     flops = ids.numel() * sum(forward_flops(model.config, context).values())
-    whole = timedelta(seconds=round(sum(estimate.flops.values()) / flops * seconds))
-    return f"The conversion computes for about {whole} on this machine; fitting and saving come on top."
+    duration = timedelta(seconds=round(sum(estimate.flops.values()) / flops * seconds))
+    return f"The conversion computes for about {duration} on this machine; fitting and saving come on top."
 
 
 def _report_conversion(

@@ -35,17 +35,17 @@ class Plan(Result):
         return [
             {
                 "model": estimate.name,
-                "context": at.context,
-                "image_size": at.image_size,
+                "context": at_context.context,
+                "image_size": at_context.image_size,
                 "parameters": sum(estimate.parameters.values()),
-                f"training_flops_per_{estimate.unit}": at.training,
+                f"training_flops_per_{estimate.unit}": at_context.training,
                 "cache_bytes_per_token": estimate.cache_bytes_per_token,
-                "cache_bytes": at.cache_bytes,
-                "activation_bytes": at.activation_bytes,
-                "days": at.limits and at.limits.days,
+                "cache_bytes": at_context.cache_bytes,
+                "activation_bytes": at_context.activation_bytes,
+                "days": at_context.limits and at_context.limits.days,
             }
             for estimate in self.estimates
-            for at in estimate.at
+            for at_context in estimate.at
         ]
 
     def __repr__(self) -> str:

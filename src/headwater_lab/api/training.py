@@ -143,9 +143,9 @@ def _find_trial(
 
 
 def watch_training(
-    recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, told: Collection[str] = ()
+    recipe: Recipe, runs: Sequence[tuple[Recipe, Path]], watch: Observer, notices: Collection[str] = ()
 ) -> OnEvent:
-    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings, except those in `told`."""
+    """Report the progress of a recipe's runs in turn: steps, loss, speed, MFU; and warnings, except `notices`."""
     steps = sum(run.training.steps for run, _ in runs)
     fields = {"loss": "", "held-out": "", "speed": ""}
 
@@ -153,7 +153,7 @@ def watch_training(
         activity = None
         match point:
             case Notice():
-                if point.message not in told:
+                if point.message not in notices:
                     watch.tell(f"step {point.step}: {point.message}")
                 return
             case CurvePoint():

@@ -241,7 +241,7 @@ def _run_phase(
     environment = os.environ | (show_one_gpu(int(index), torch.cuda.device_count()) if index else {})
     arguments = [name, str(report), kind, str(time.time() + end - started), json.dumps(paths), str(os.getpid())]
     command = [sys.executable, *RUN, *arguments]
-    shown = len(read_lines(report))
+    line_count = len(read_lines(report))
     with TemporaryFile() as log:
         # In its own session, so that the phase's child processes, such as compilers, are stopped with it.
         process = subprocess.Popen(
@@ -251,13 +251,13 @@ def _run_phase(
             while process.poll() is None and time.monotonic() < end:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(min(1.0, max(0.0, end - time.monotonic())))
-                shown = _tell_rows(report, shown, tell)
+                line_count = _tell_rows(report, line_count, tell)
         finally:
             code = process.poll()
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        _tell_rows(report, shown, tell)
+        _tell_rows(report, line_count, tell)
         log.seek(0)
         output = log.read().decode(errors="replace").strip()
     status: Line = {"phase": name, "status": "cut" if code is None else "done" if code == 0 else FAILED}
@@ -267,10 +267,10 @@ def _run_phase(
     tell(f"{name}: {status['status']}, {time.monotonic() - started:.0f} s")
 
 
-def _tell_rows(report: Path, shown: int, tell: Callable[[str], None]) -> int:
-    """Report the rows below line `shown`, and return the number of lines."""
+def _tell_rows(report: Path, line_count: int, tell: Callable[[str], None]) -> int:
+    """Report the rows below line `line_count`, and return the number of lines."""
     lines = read_lines(report)
-    for line in lines[shown:]:
+    for line in lines[line_count:]:
         if "row" in line and line["result"].get("outcome") != CUT:
             columns = line["row"] | line["result"]
             cells = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in columns.items()}

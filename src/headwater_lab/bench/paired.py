@@ -73,7 +73,7 @@ def take_turns(
     SIGTERM if two turns are whole, otherwise `KeyboardInterrupt`.
     """
     results: dict[str, list[T]] = {name: [] for name in runs}
-    whole = 0
+    whole_turns = 0
     try:
         for turn in range(-warmup, turns):
             show("turns", warmup + turn, warmup + turns)
@@ -81,12 +81,12 @@ def take_turns(
                 result = runs[name]()
                 if turn >= 0:
                     results[name].append(result)
-            whole = turn + 1
+            whole_turns = turn + 1
         show("turns", warmup + turns, warmup + turns)
     except KeyboardInterrupt as signal:
-        if whole < 2:
+        if whole_turns < 2:
             raise
-        raise TurnsInterrupted({name: values[:whole] for name, values in results.items()}) from signal
+        raise TurnsInterrupted({name: values[:whole_turns] for name, values in results.items()}) from signal
     return results
 
 

@@ -65,14 +65,14 @@ def prepare_corpus(
     exclude("--held-out-source", "--held-out")
     check_writable(out, folder=True)
     is_finished = any((out / name).exists() for name in (DOMAINS, MANIFEST))
-    read: TextSource | TokenSource = TextSource(source, text_column, config, split, separator, begins, by)
+    corpus: TextSource | TokenSource = TextSource(source, text_column, config, split, separator, begins, by)
     if tokens is not None:
-        read = TokenSource(source, tokens, held_out_source, border)
-        if named := read.list_held_out():
-            refuse(f"beside the held-out file {min(named.values())!r}", "--held-out")
+        corpus = TokenSource(source, tokens, held_out_source, border)
+        if held_out_files := corpus.list_held_out():
+            refuse(f"beside the held-out file {min(held_out_files.values())!r}", "--held-out")
     with ProgressReport() as report:
         bar = partial(_show_progress, report, time.monotonic())
-        folders = prepare(read, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
+        folders = prepare(corpus, out, tokenizer, Options(held_out), workers=workers, on_progress=bar)
     if is_finished:
         say(f"{out} is already finished")
     say(_make_table(folders))

@@ -76,7 +76,7 @@ class Story:
     title: str
     question: str
     answers: Sequence[str]
-    parts: Sequence[Section]
+    sections: Sequence[Section]
 
 
 def write_report(folder: Path, formats: Collection[str] = FORMATS) -> Path:
@@ -90,7 +90,7 @@ def write_report(folder: Path, formats: Collection[str] = FORMATS) -> Path:
         raise HeadwaterError(f"There is no format {unknown[0]!r}; {nearest(unknown[0], FORMATS)}")
     comparisons = read_comparisons(folder)
     stories = [tell_story(sizes) for sizes in group_by_experiment(comparisons)]
-    sections = [section for story in stories for section in story.parts]
+    sections = [section for story in stories for section in story.sections]
     if len({section.file for section in sections}) < len(sections):
         raise HeadwaterError("Two comparisons would have the same file names; report their folders separately.")
     texts = {folder / name: write_csv([row for size in comparisons for row in rows(size)]) for name, rows in NUMBERS}
@@ -198,7 +198,7 @@ def tell_story(sizes: Sequence[Comparison]) -> Story:
         title=comparison.title,
         question=words.state_question(sizes),
         answers=[(f"{size.size}: " if several else "") + words.state_answer(size) for size in sizes],
-        parts=sections,
+        sections=sections,
     )
 
 
@@ -238,12 +238,12 @@ def rates_table(sizes: Sequence[Comparison]) -> tuple[PageTable, list[str]]:
 
 def _list_other_rates(comparison: Comparison, trials: Mapping[str, Mapping[float, list[RunRecord]]]) -> str:
     """List the arms that were not trained at the best rate of these trials."""
-    chosen = {summary.arm: summary.learning_rate for summary in comparison.summaries}
+    rates = {summary.arm: summary.learning_rate for summary in comparison.summaries}
     best = {arm: find_best_rate(by_rate, comparison.threshold) for arm, by_rate in trials.items()}
-    untuned = [arm for arm, rate in chosen.items() if rate not in trials.get(arm, {})]
-    others = [arm for arm, rate in chosen.items() if arm not in untuned and rate != best[arm]]
-    named = {"at a rate not tried here": untuned, "at another one": others}
-    return "".join(f"; {', '.join(arms)} {where}" for where, arms in named.items() if arms)
+    untuned = [arm for arm, rate in rates.items() if rate not in trials.get(arm, {})]
+    others = [arm for arm, rate in rates.items() if arm not in untuned and rate != best[arm]]
+    clauses = {"at a rate not tried here": untuned, "at another one": others}
+    return "".join(f"; {', '.join(arms)} {where}" for where, arms in clauses.items() if arms)
 
 
 def _rate_cell(records: Sequence[RunRecord], chosen: bool) -> PageCell:
@@ -269,8 +269,8 @@ def scaling_parts(sizes: Sequence[Comparison], name: str) -> list[Section]:
     for group in group_sizes([record for size in sizes for record in size.records]):
         members = [size for size in sizes if size.size in group.sizes]
         file = f"{name}-{_make_id(group.label)}" if group.label else name
-        if (part := scaling_part(members, file, group.label)) is not None:
-            sections.append(part)
+        if (section := scaling_part(members, file, group.label)) is not None:
+            sections.append(section)
         elif group.label and 1 < len(members) < LEAST_SIZES:
             short.append(
                 f"{group.label}: no law, which needs {LEAST_SIZES} sizes or budgets; there are {len(members)}."

@@ -188,12 +188,12 @@ def speedup_picture(speedups: Sequence[Speedup], sizes: Sequence[str], compariso
     kinds = list(dict.fromkeys(speedup.constants for speedup in drawn))
     figure, panels = _make_panels(3.4 * len(kinds), rows=len(kinds), grid="y")
     for axes, constants in zip(panels, kinds, strict=True):
-        chosen = [speedup for speedup in drawn if speedup.constants == constants]
-        arms = list(dict.fromkeys(speedup.arm for speedup in chosen))
+        of_kind = [speedup for speedup in drawn if speedup.constants == constants]
+        arms = list(dict.fromkeys(speedup.arm for speedup in of_kind))
         for arm, shift in zip(arms, 0.6 * ((np.arange(len(arms)) + 0.5) / len(arms) - 0.5), strict=True):
-            points = {sizes.index(s.size) + shift: _choose_estimate(s) for s in chosen if s.arm == arm}
+            points = {sizes.index(s.size) + shift: _choose_estimate(s) for s in of_kind if s.arm == arm}
             _draw_speedups(axes, points, arm, look[arm])
-        _set_speedup_axes(axes, [_choose_estimate(speedup).value for speedup in chosen], sizes)
+        _set_speedup_axes(axes, [_choose_estimate(speedup).value for speedup in of_kind], sizes)
         axes.set_ylabel(f"effective speedup, {constants}")
     described = "; ".join(f"{s.arm}, {s.size}, {s.constants}: ×{_choose_estimate(s).value:.2f}" for s in drawn)
     return Picture(

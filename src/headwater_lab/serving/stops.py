@@ -22,7 +22,7 @@ class UntilStop:
         length = len(text_before)
         if not (self.stopped or end):
             beginnings = (stop[:count] for stop in self.stops for count in range(1, len(stop)))
-            length -= max((len(part) for part in beginnings if text_before.endswith(part)), default=0)
+            length -= max((len(beginning) for beginning in beginnings if text_before.endswith(beginning)), default=0)
         self.pending, visible = self.pending[length:], self.pending[:length]
         return visible
 
