@@ -29,8 +29,7 @@ from headwater_lab.reports.page import (
     scaling_part,
     tell_story,
 )
-from headwater_lab.reports.pictures import curves_picture, differences_picture
-from headwater_lab.reports.styles import choose_styles
+from headwater_lab.reports.pictures import choose_styles, curves_picture, differences_picture
 from headwater_lab.reports.words import describe_test, difference_rows, result_table, state_answer
 from headwater_lab.training.records import (
     CurvePoint,

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 from headwater_lab.util import process as _process  # noqa: F401  before what takes time to import
 
 if TYPE_CHECKING:
-    from headwater_lab.api.comparing import compare
+    from headwater_lab.api.comparing import compare, load_results
     from headwater_lab.api.exporting import push_to_hub
     from headwater_lab.api.growing import grow, retrofit
-    from headwater_lab.api.loading import load_results
     from headwater_lab.api.plans import plan
     from headwater_lab.api.reproducing import reproduce
     from headwater_lab.api.training import train
@@ -39,7 +38,7 @@ warnings.filterwarnings("ignore", "IProgress not found")
 _MODULES = {
     "compare": "comparing",
     "grow": "growing",
-    "load_results": "loading",
+    "load_results": "comparing",
     "plan": "plans",
     "push_to_hub": "exporting",
     "reproduce": "reproducing",

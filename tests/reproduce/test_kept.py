@@ -14,8 +14,7 @@ from headwater_lab.comparison.trials import make_trial
 from headwater_lab.papers.kept import keep_runs, restore_runs
 from headwater_lab.papers.result import reproduce_table
 from headwater_lab.papers.table import read_tables
-from headwater_lab.papers.training_runs import train_table
-from headwater_lab.papers.work import prepare_work
+from headwater_lab.papers.work import prepare_work, train_table
 from headwater_lab.training.records import read_record, write_record
 
 CLAIM = {"test": "better", "says": "It is better.", "arm": "shift", "against": "vanilla", "measure": "loss"}

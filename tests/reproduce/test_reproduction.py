@@ -33,8 +33,7 @@ from headwater_lab.papers.result import (
     write_result,
 )
 from headwater_lab.papers.table import Column, PaperTable, TableCell, read_tables
-from headwater_lab.papers.training_runs import train_table
-from headwater_lab.papers.work import prepare_work
+from headwater_lab.papers.work import prepare_work, train_table
 from headwater_lab.recipe.recipe_files import load_recipe
 from headwater_lab.training.records import HeldOutPoint
 

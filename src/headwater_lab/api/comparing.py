@@ -1,4 +1,4 @@
-"""The function `lab.compare` and its result."""
+"""The functions `lab.compare` and `lab.load_results`, and their result."""
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
@@ -14,6 +14,7 @@ from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, make_frame, quiet, write_html
 from headwater_lab.api.observer import Observer, choose_observer
+from headwater_lab.api.training import Run
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.budget import match_arms
 from headwater_lab.comparison.pool import OnChange, Outcome
@@ -26,6 +27,7 @@ from headwater_lab.recipe.unread import find_overruled
 from headwater_lab.reports import FORMATS, Comparison, read_comparisons, result_rows, write_report
 from headwater_lab.reports.numbers import ROWS
 from headwater_lab.reports.words import describe_test, state_answer
+from headwater_lab.training.records import RECORD, read_record
 from headwater_lab.util.output_folder import occupy_folder
 from headwater_lab.util.terminal import counted
 
@@ -307,3 +309,16 @@ def _search_mechanisms(
     watch.tell(f"chosen: {', '.join(best)}")
     final = search.make_final(selection, folder, best)
     return [selection.name, final.name], _train_comparison(final, folder, workers, watch)
+
+
+def load_results(folder: PathLike) -> Run | Compared:
+    """Load the results of `train` or `compare` from their folder, without training.
+
+    Returns what the function returned, without trials that failed. Raises `HeadwaterError` if the folder has neither a
+    run nor a finished run of a comparison.
+    """
+    extras.check_extra("report")
+    path = local(folder, "folder")
+    if (path / RECORD).is_file():
+        return Run(path, read_record(path), path)
+    return Compared(path, list(dict.fromkeys(comparison.name for comparison in read_comparisons(path))), [])

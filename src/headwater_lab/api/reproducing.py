@@ -32,8 +32,7 @@ from headwater_lab.papers.result import (
     write_result,
 )
 from headwater_lab.papers.table import SCALES, VERDICTS, PaperTable, find_table, read_tables
-from headwater_lab.papers.training_runs import train_table
-from headwater_lab.papers.work import Work, prepare_work
+from headwater_lab.papers.work import Work, prepare_work, train_table
 from headwater_lab.util.terminal import Table, counted, lined
 
 

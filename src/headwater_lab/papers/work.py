@@ -1,16 +1,20 @@
-"""The work for a table at a scale: its runs, their folders, and the missing ones."""
+"""The work for a table at a scale: its runs, their folders, and the training of the missing ones."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from headwater.util import extras
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.budget import match_arms
+from headwater_lab.comparison.pool import OnChange, Outcome
+from headwater_lab.comparison.running import list_jobs, run_comparison
 from headwater_lab.comparison.trials import ArmKey, make_slug
 from headwater_lab.evaluation.tasks import Tasks
 from headwater_lab.papers.arms import (
+    RESTORED,
     SizedArm,
     digest_text,
     find_arm,
@@ -24,6 +28,7 @@ from headwater_lab.papers.measures import tasks_of
 from headwater_lab.papers.table import Gains, PaperTable, Scale, ScaleName, counts_steps, find_table, reads_models
 from headwater_lab.recipe.recipe import Recipe
 from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
+from headwater_lab.training.records import RECORD
 from headwater_lab.training.start import MAY_CHANGE
 
 # Overrides of these leave what runs can show: the hardware, and when they are evaluated.
@@ -161,3 +166,27 @@ def _read_recipes(files: Sequence[Path], overrides: Sequence[str]) -> list[Recip
 def _read_recipe(file: Path, changed: int, overrides: tuple[str, ...]) -> Recipe:
     """Read a recipe, which many tables share. changed: identifies a rewritten file."""
     return match_arms(load_recipe(file, overrides))
+
+
+# Called before training with a name and the total steps; returns the function that receives progress.
+Comparing = Callable[[str, int], OnChange]
+
+
+def train_table(work: Work, workers: int | None, comparing: Comparing) -> list[Outcome]:
+    """Train what is missing of comparisons on one device, or resume; return the outcomes of all trials.
+
+    Raises `HeadwaterError` as training does, and `Interrupted` after Ctrl-C.
+    """
+    extras.check_extra("compare")
+    outcomes = []
+    for arm in work.trained_arms if reads_models(work.table) else []:
+        for run in finished_runs(arm, work.trials).values():
+            if run.is_restored:  # the table needs the model, which is missing
+                (run.folder / RECORD).unlink()
+                (run.folder / RESTORED).unlink()
+    missing = {arm.recipe.name for arm, _ in work.list_missing()}
+    for recipe, only in work.list_comparisons():
+        if recipe.name in missing:
+            steps = sum(job.steps for job in list_jobs(recipe, work.trials, only))
+            outcomes += run_comparison(recipe, work.trials, workers, comparing(recipe.name, steps), only, shared=True)
+    return outcomes

@@ -1,10 +1,10 @@
 """Tables, pictures and the HTML page of comparisons, from saved records.
 
-comparison.py  which records belong together   words.py     tables and sentences
-curves.py      runs and their means            pictures.py  what matplotlib draws
-styles.py      colors, markers, dashes         recipes.py   changes of each arm
-numbers.py     rows of numbers                 cost_tables.py    gains and what they cost
-page.py        the page and its files          table_formats.py  CSV, Markdown, LaTeX
+comparison.py   which records belong together  words.py          tables and sentences
+curves.py       runs and their means           pictures.py       what matplotlib draws
+numbers.py      rows of numbers                recipes.py        changes of each arm
+cost_tables.py  gains and what they cost       table_formats.py  CSV, Markdown, LaTeX
+page.py         the page and its files
 """
 
 from headwater_lab.reports.comparison import Comparison, read_comparisons

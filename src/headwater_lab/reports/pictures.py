@@ -12,14 +12,40 @@ from headwater_lab.comparison.scaling import Estimate, Scaling, evaluate_law
 from headwater_lab.comparison.speedup import MEASURES, Speedup
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.curves import Curve, Curves, choose_y_limits, make_arm_curves, make_run_curve
-from headwater_lab.reports.styles import GREY, Style, choose_styles
 from headwater_lab.reports.words import split_difference, write_verdict
 from headwater_lab.training.records import RunRecord
 from headwater_lab.util.figures import Figure, ShownFigure, draw_png
-from headwater_lab.util.outputs import default_style
+from headwater_lab.util.outputs import COLORS, default_style
 from headwater_lab.util.terminal import literal
 
 WIDTH = 8.2  # inches
+GREY = "#6b7683"  # the baseline's color
+MARKERS = ("o", "s", "D", "^", "v", "P", "X")
+LINES = ("-", "--", ":", "-.", (0, (10, 3)))
+
+
+@dataclass(frozen=True)
+class Style:
+    """The style of one arm, in matplotlib's terms."""
+
+    color: str
+    marker: str = "o"
+    line: str | tuple[int, tuple[int, ...]] = "-"
+
+
+def choose_styles(arms: Sequence[str], baseline: str) -> dict[str, Style]:
+    """Choose a style for each arm, no two alike among 210."""
+    compared = [arm for arm in arms if arm != baseline]
+    # 6 colors and 7 markers have no common divisor, so each of the first 42 arms gets a pair of its own.
+    by_arm = {
+        arm: Style(
+            COLORS[index % len(COLORS)],
+            MARKERS[(index + 1) % len(MARKERS)],
+            LINES[index // len(COLORS) % len(LINES)],
+        )
+        for index, arm in enumerate(compared)
+    }
+    return {arm: by_arm.get(arm, Style(GREY)) for arm in arms}
 
 
 @dataclass(frozen=True)

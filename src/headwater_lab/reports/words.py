@@ -1,8 +1,8 @@
 """A comparison in tables and sentences that claim no more than its intervals support."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import get_args
 
 import numpy as np
 
@@ -10,14 +10,7 @@ from headwater_lab.comparison.equivalent_flops import EquivalentFlops
 from headwater_lab.comparison.scaling import EXPONENTS, LEAST_SIZES, PINNED_E, Law, Prediction, Scaling
 from headwater_lab.comparison.sequential import skewed_error
 from headwater_lab.comparison.speedup import MEASURES, PINNED_EXPONENT, Constants, Speedup
-from headwater_lab.comparison.statistics import (
-    INCONCLUSIVE,
-    PairedTest,
-    Summary,
-    Verdict,
-    compare_all_pairs,
-    is_too_wide,
-)
+from headwater_lab.comparison.statistics import INCONCLUSIVE, PairedTest, Summary, compare_all_pairs, is_too_wide
 from headwater_lab.reports.comparison import Comparison, differ_in_cost, name_unit
 from headwater_lab.reports.table_formats import PageTable
 from headwater_lab.util.terminal import Table, counted, lined
@@ -378,7 +371,7 @@ class _Answer:
 
     def __init__(self, comparison: Comparison) -> None:
         self.comparison, self.base = comparison, comparison.baseline
-        self.by_verdict: dict[str, list[Summary]] = {verdict: [] for verdict in get_args(Verdict)}
+        self.by_verdict: dict[str, list[Summary]] = defaultdict(list)
         for summary in comparison.summaries:
             if summary.paired is not None:
                 self.by_verdict[summary.verdict(comparison.lower_is_better)].append(summary)

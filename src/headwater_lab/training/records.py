@@ -445,33 +445,26 @@ def changed_data(records: Iterable[RunRecord]) -> str:
     The data would be a part of their difference, and a mean over seeds would be one over texts. For runs with stages
     it is the data of the last one, which is all that they state.
     """
-    by_settings: dict[tuple[str, str], RunRecord] = {}
-    by_code: dict[str, RunRecord] = {}
     by_rows: dict[Any, RunRecord] = {}
+    by_code: dict[str, RunRecord] = {}
+    by_settings: dict[tuple[str, str], RunRecord] = {}
+    again = "Train them again in a new folder."
     for record in records:
         if (first := by_rows.setdefault(record.rows_key, record)).data_order != record.data_order:
-            return (
-                f"Runs of one seed read different rows ({first.name}; {record.name}), so their results cannot be "
-                "paired. Train them again in a new folder."
-            )
+            problem = f"Runs of one seed read different rows ({first.name}; {record.name})"
+            return f"{problem}, so their results cannot be paired. {again}"
         for name, digest in record.code.items():
             if (first := by_code.setdefault(name, record)).code[name] != digest:
-                return (
-                    f"Runs had different versions of {name} ({first.name}; {record.name}), so their results cannot be "
-                    "compared. Train them again in a new folder."
-                )
+                problem = f"Runs had different versions of {name} ({first.name}; {record.name})"
+                return f"{problem}, so their results cannot be compared. {again}"
         changes = [stage["data"] for stage in record.recipe.get("stages", ()) if stage.get("data")]
         settings = json.dumps([record.recipe.get("data"), *changes], sort_keys=True)
         key = settings, str(record.data.get("source"))
         if (first := by_settings.setdefault(key, record)).data_hashes != record.data_hashes:
-            names = [
-                f"{run.name}, Python {run.data['python']}" if "python" in run.data else run.name
-                for run in (first, record)
-            ]
-            return (
-                f"Runs with the same data settings had different data ({'; '.join(names)}), so their results cannot be "
-                "compared. Train them again in a new folder."
-            )
+            python = [f", Python {run.data['python']}" if "python" in run.data else "" for run in (first, record)]
+            names = f"{first.name}{python[0]}; {record.name}{python[1]}"
+            problem = f"Runs with the same data settings had different data ({names})"
+            return f"{problem}, so their results cannot be compared. {again}"
     return ""
 
 
