@@ -1,11 +1,11 @@
 """Compare arms of a recipe: trials side by side in worker processes, and statistics over their records.
 
-running.py     all that a recipe's comparison trains    pool.py        trials side by side
-trials.py      what to train                            rounds.py      seeds in rounds until every arm is decided
-budget.py      arms at equal tokens, FLOPs, parameters  tuning.py      learning rates
-earlier.py     runs that exist already                  search.py      which mechanisms together
-statistics.py  paired tests, with fixed seeds           sequential.py  and after every seed
-scaling.py     laws of loss against size                prices.py      cost of each arm, timed
+running.py     all that a recipe's comparison trains      pool.py        trials side by side
+trials.py      what to train                              rounds.py      seeds in rounds until every arm is decided
+budget.py      arms at equal tokens, FLOPs or parameters  tuning.py      learning rates
+earlier.py     runs that exist already                    search.py      which mechanisms together
+statistics.py  paired tests with fixed seeds              sequential.py  paired tests after every seed
+scaling.py     laws of loss against size                  arm_costs.py   cost of each arm, counted and timed
 run_costs.py   cost of all runs, counted
 
 Four measures say how much compute an arm saves at equal loss. They differ in the loss, and in what fills the gaps
