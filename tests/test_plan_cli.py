@@ -216,6 +216,11 @@ def test_no_ceiling_of_generation_for_more_sequences_than_memory_holds(estimates
     reason = f"No generation ceiling where memory holds fewer than {most + 1:,} sequences."
     assert [reason in table for table in tables] == ["generation ceiling, tokens/s" not in table for table in tables]
     assert reason in tables[1]
+    # A model without a ceiling beside one that has it: no factor is printed.
+    models = "gpt2-124m", "kv-shifting-19b-vanilla"
+    _, table, _ = run("plan", *models, "--hardware", "RTX-4090", "--context", 1024, "--batch", 4)
+    (row,) = [line for line in table.splitlines() if "generation ceiling, tokens/s" in line]
+    assert "×" not in row
 
 
 def test_a_model_without_a_recipe_takes_training_too(estimates):

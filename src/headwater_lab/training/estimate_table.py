@@ -25,7 +25,8 @@ class EstimateTable(SideBySide):
         cells = ["" if v is None else f"{v:,}" if isinstance(v, int) and v < 100_000 else si(v) for v in values]
         if ratio and values[0]:
             cells[1:] = [
-                f"{cell} ×{(value or 0) / values[0]:.3f}" for cell, value in zip(cells[1:], values[1:], strict=True)
+                cell if value is None else f"{cell} ×{value / values[0]:.3f}"
+                for cell, value in zip(cells[1:], values[1:], strict=True)
             ]
         self.add_cells(label, cells)
 
