@@ -1018,8 +1018,12 @@ def test_the_plan_says_memory_time_and_passes(written, tmp_path, run):
         assert code == 0, told
         said = " ".join(said.split())
         assert re.search(r"The conversion computes for about \d+:\d\d:\d\d on this machine", said)
-        amount, unit = re.search(r"about ([\d.]+) ([kMG]?)B of memory in a step", said).groups()
-        return float(amount) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit], " ".join(told.split())
+        step, process = (
+            float(amount) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}[unit]
+            for amount, unit in re.findall(r"(?:about|takes up to) ([\d.]+) ([kMG]?)B", said)
+        )
+        assert process == pytest.approx(1.25 * step + 1e9, rel=1e-3)
+        return step, " ".join(told.split())
 
     plain, told = plan()
     assert "Healing reads the text" not in told

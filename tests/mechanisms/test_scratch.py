@@ -87,7 +87,7 @@ def test_what_a_training_step_frees_is_there_for_the_next(environment):
     """In a process of its own, since it is the process that keeps the memory."""
     code = (
         "import torch\n"
-        "from headwater.kernels.scratch import keep_freed_memory\n"
+        "from headwater_lab.util.machine import keep_freed_memory\n"
         "def step(): return [torch.zeros(2**20) for _ in range(40)] and None\n"
         "def held(): return int(open('/proc/self/statm').read().split()[1])\n"
         "before = held(); keep_freed_memory(); step(); step(); print(held() - before)\n"

@@ -41,7 +41,7 @@ from headwater_lab.training.stages import (
 )
 from headwater_lab.training.start import MAY_DIFFER, check_tokenizer
 from headwater_lab.training.trained_models import Trained, data_settings, open_source, open_trained, warn_changed_data
-from headwater_lab.util.machine import usable_device
+from headwater_lab.util.machine import KEPT_BYTES, PROGRAM_BYTES, usable_device
 from headwater_lab.util.output_folder import keep_contents, occupy_folder
 from headwater_lab.util.terminal import lined, si
 
@@ -319,9 +319,13 @@ def _say_estimate(estimate: ConversionEstimate, recipe: Recipe, watch: Observer)
     watch.say(lined("", "before", "after", rows=rows))
     costs = ", ".join(f"{name} {flops:.3g}" for name, flops in estimate.flops.items())
     teacher_share = f", of which {teacher} {si(estimate.teacher_bytes)}B" if estimate.teacher_bytes else ""
+    process = ""
+    if choose_device(recipe).type == "cpu":
+        most = estimate.step_bytes + min(KEPT_BYTES, estimate.step_bytes // 4) + PROGRAM_BYTES
+        process = f"; the process takes up to {si(most)}B"
     watch.say(
         f"healing on {estimate.tokens:,} tokens: {sum(estimate.flops.values()):.3g} FLOPs ({costs}); about "
-        f"{si(estimate.step_bytes)}B of memory in a step{teacher_share}"
+        f"{si(estimate.step_bytes)}B of memory in a step{teacher_share}{process}"
     )
 
 

@@ -151,8 +151,12 @@ def c_compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name)) is not None), None)
 
 
+# Bytes of freed memory that a process keeps, and at most of its program: Python, PyTorch and the data's tables.
+KEPT_BYTES, PROGRAM_BYTES = 2**31 - 1, 10**9
+
+
 def keep_freed_memory() -> None:
-    """Let the process keep the memory that it frees, up to 2 GB, where the C library is glibc.
+    """Let the process keep the memory that it frees, up to `KEPT_BYTES`, where the C library is glibc.
 
     By default glibc gives it back at the end of a training step, and the next step's page faults take up to 4 % of its
     time. Settings of the user in the environment stay.
@@ -163,4 +167,4 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         # Set both: setting one stops glibc from adapting the other, which would stay at its small default.
         mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum: what is larger is always given back
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
