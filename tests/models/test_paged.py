@@ -12,6 +12,9 @@ from transformers.modeling_utils import AttentionInterface
 
 from conftest import assert_near, build, tokens
 from headwater import HeadwaterError
+from headwater.config.planner import plan_layers
+from headwater.config.text import HeadwaterConfig
+from headwater.models.input_checks import check_paged
 from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import eager_attention
 
@@ -165,3 +168,14 @@ def test_attention_is_called_where_vllm_looks_for_it():
     ]
     assert len(found) == len(calls) == 1
     assert [ast.unparse(given.value) for given in calls[0].keywords if given.arg == "scaling"] == ["self.scaling"]
+
+
+def test_rope_by_length_in_the_sliding_layers_alone_is_refused():
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    sizes = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, materialise=True)
+    sliding = dict(sliding_window=8, sliding_layers=[0], sliding_fields={"rope_parameters": dynamic})
+    check_paged(plain := HeadwaterConfig(**sizes), plan_layers(plain))
+    for fields in (sliding, {"rope_parameters": dynamic}):
+        config = HeadwaterConfig(**sizes, max_position_embeddings=16, **fields)
+        with pytest.raises(HeadwaterError, match="rope_type 'dynamic': an engine with paged attention"):
+            check_paged(config, plan_layers(config))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from headwater.config.layers import layer_config
 from headwater.config.plan import LayerPlan
 from headwater.config.planner import name_keepers
 from headwater.config.rope import FOLLOW_LENGTH
@@ -160,11 +161,12 @@ def check_paged(config: HeadwaterConfig, plans: Sequence[LayerPlan], remedy: str
     remedy: what to do first, such as "leave out an option, and ".
     """
     possible, limit = supported_kernels(config)
-    kind = (config.rope_parameters or {}).get("rope_type")
+    parameters = (layer_config(config, layer).rope_parameters or {} for layer in config.kinds.values())
+    rope_types = [kind for kind in (each.get("rope_type") for each in parameters) if kind in FOLLOW_LENGTH]
     needs = {
         "the raw tokens that it looks back to": name_keepers(plans),
         "masks or attention weights": "" if possible is None else limit,
-        "the length of each sequence": f"rope_type {kind!r}" if kind in FOLLOW_LENGTH else "",
+        "the length of each sequence": f"rope_type {rope_types[0]!r}" if rope_types else "",
     }
     for need, name in needs.items():
         if name:
