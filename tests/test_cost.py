@@ -25,6 +25,7 @@ from headwater.cost.counts import (
     training_flops,
     weights_read,
 )
+from headwater.kernels.fused_loss import DISTILLED_CHUNK
 from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
 from headwater.plugins.registry import MECHANISMS
@@ -349,6 +350,17 @@ def test_chunks_of_the_loss_keep_no_logits(chunk):
     assert parts["kept"] + head == pytest.approx(kept, rel=0.03)
     assert parts["kept"] < whole["kept"]
     assert parts["loss"] == min(chunk, 256) * 8 * made.vocab_size + head
+    # With a teacher: its logits, both distributions, and a gradient.
+    taught = activation_bytes(made, 128, 2, loss_chunk_tokens=chunk, distilled=True)
+    assert taught["kept"] == parts["kept"]
+    assert taught["loss"] == min(chunk, 256) * 24 * made.vocab_size + head
+
+
+def test_a_teacher_without_a_stated_chunk_has_the_default():
+    made = config(**WIDE)
+    assert activation_bytes(made, 128, 20, distilled=True) == activation_bytes(
+        made, 128, 20, loss_chunk_tokens=DISTILLED_CHUNK, distilled=True
+    )
 
 
 def test_gradient_checkpointing_keeps_a_block_at_a_time():

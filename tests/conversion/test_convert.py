@@ -65,7 +65,6 @@ from headwater_lab.training.model_changes import convert_model
 from headwater_lab.training.records import Event, read_record
 from headwater_lab.training.saving import write_model
 from headwater_lab.training.stages import list_healing, train_stages
-from headwater_lab.training.start import compute_divergence
 from headwater_lab.training.trained_models import Trained, measure_model, open_trained
 
 DEEP = dict(num_hidden_layers=4, num_key_value_heads=4)
@@ -468,26 +467,6 @@ def test_only_what_is_left_open_is_chosen():
     change = Change(convert=CacheConversion(mechanisms={"kv_source": {}}, choose=True, align=False))
     with pytest.raises(HeadwaterError, match="measures keys and values on rows"):
         convert_model(Trained("", build(), None, [], {}), change, None)
-
-
-# Learning from the original
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_the_divergence_and_its_gradient_are_those_of_the_equation(temperature):
-    torch.manual_seed(0)
-    logits, teacher = torch.randn(2, 2, 5, 7, dtype=torch.float64)
-    which = torch.tensor([[True, False, True, True, False], [False, True, True, False, True]])
-    logits.requires_grad_()
-    compute_divergence(logits, teacher, which, temperature).backward()
-    expected, gradient = 0.0, torch.zeros_like(logits)
-    for row, t in which.nonzero().tolist():
-        q, p = (x[row, t].detach().div(temperature).exp() for x in (logits, teacher))
-        q, p = q / q.sum(), p / p.sum()
-        expected += temperature**2 * float((p * (p / q).log()).sum())
-        gradient[row, t] = temperature * (q - p)
-    assert float(compute_divergence(logits.detach(), teacher, which, temperature)) == pytest.approx(expected, rel=1e-12)
-    assert_near(logits.grad, gradient, 1e-12)
 
 
 # What is refused
@@ -1297,8 +1276,8 @@ def test_recipes_are_checked():
         ),
         ({"training": {"distillation": {}}}, "needs a model to learn from"),
         (
-            {"training": {"distillation": {"teacher": "x"}, "loss_chunk_tokens": 4}},
-            "leave out training.loss_chunk_tokens",
+            {"training": {"distillation": {"teacher": "x"}, "compile": "whole"}},
+            "compile=whole does not fit training.distillation",
         ),
         (
             {"stages": [{"name": "c", "convert": {"num_key_value_heads": 1}, "optimizer_state": "keep"}]},

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from conftest import assert_near
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
+from headwater.kernels.fused_loss import SoftTargets
 from headwater.kernels.scratch import saved_bytes
 from headwater.models.compiling import compile_model
 from headwater.nn.loss import classification_loss
@@ -99,6 +100,51 @@ def test_chunks_change_no_gradient(precision, cap):
     assert (found[5][-1] - head).norm() < 2 * resolution * head.norm()
     for a, b in zip(found[5], found[None], strict=True):
         assert (a - b).norm() <= 8 * max(resolution, 1e-7) * b.norm()  # transformers' loss is in fp32
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_the_loss_with_a_teacher_written_out(temperature, chunk):
+    """(1 - w)·(loss + z-loss) + w·T²·KL(p ‖ q), of a teacher of another width with a softcap of its own."""
+    made, (ids, labels) = model(logit_softcap=1.5, initializer_range=0.4), rows()
+    teacher = model(hidden_size=2 * D, logit_softcap=2.0, initializer_range=0.3, logit_scale=1.0)
+    q, p = (x(ids).logits[labels != -100] for x in (made, teacher))
+    log_q, log_p = ((x / temperature).log_softmax(-1) for x in (q, p.detach()))
+    divergence = (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    cross_entropy = torch.nn.functional.cross_entropy(q, labels[labels != -100])
+    z_loss = q.logsumexp(-1).square().mean()
+    objective = 0.7 * (cross_entropy + 0.1 * z_loss) + 0.3 * temperature**2 * divergence
+
+    hidden = teacher.model(ids).last_hidden_state.detach()
+    soft = SoftTargets(hidden, teacher.lm_head.weight, 2.0, share=0.3, temperature=temperature)
+    fields = dict(labels=labels, shift_labels=labels, skip_logits=True, z_loss_weight=0.1)
+    out = made(ids, loss_chunk_tokens=chunk, soft_targets=soft, **fields)
+    assert_near(out.loss, objective, 1e-12)
+    assert_near(out.cross_entropy, cross_entropy, 1e-12)
+    assert_near(out.z_loss, z_loss, 1e-12)
+    assert_near(gradients(made, 2 * out.loss), gradients(made, 2 * objective), 1e-12)
+    assert teacher.lm_head.weight.grad is None
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_teacher_computes_its_logits_in_its_own_precision(precision):
+    made, teacher, (ids, labels) = model(), model(hidden_size=2 * D, initializer_range=0.3), rows()
+    made, teacher = (precision.cast_activations(x.to(precision.weights)) for x in (made, teacher))
+    with precision.autocast("cpu"), torch.no_grad():
+        soft = SoftTargets(teacher.model(ids).last_hidden_state, teacher.lm_head.weight, None, 1.0, 1.0)
+        p = teacher.lm_head(soft.hidden).double().log_softmax(-1)[labels != -100]
+        out = made(ids, labels=labels, shift_labels=labels, skip_logits=True, soft_targets=soft)
+        q = made(ids).logits.double().log_softmax(-1)[labels != -100]
+    expected = float((p.exp() * (p - q)).sum(-1).mean())
+    assert float(out.loss) == pytest.approx(expected, rel=8 * max(torch.finfo(precision.compute).eps, 1e-7))
+
+
+def test_soft_targets_need_labels_and_no_logits():
+    made, (ids, labels) = model(), rows()
+    soft = SoftTargets(torch.zeros(2, 13, D), torch.zeros(V, D), None, 0.5, 1.0)
+    for fields in ({"labels": labels}, {"skip_logits": True}):
+        with pytest.raises(HeadwaterError, match="soft_targets needs labels, and skip_logits=True"):
+            made(ids, soft_targets=soft, **fields)
 
 
 def test_chunks_are_added_up_over_steps_that_accumulate():

@@ -12,6 +12,7 @@ from headwater.config.plan import Cost, LayerPlan, Stage, TailPart
 from headwater.config.planner import output_only_from, plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
+from headwater.kernels.fused_loss import DISTILLED_CHUNK
 from headwater.mechanisms.capabilities import HasSharedModule
 from headwater.plugins.registry import resolve
 from headwater.util.precision import Precision
@@ -305,9 +306,10 @@ def activation_bytes(
     the logits of one chunk, their softmax and gradient, and the gradient of the output head.
     masked: rows are packed, and attention takes a mask, [B, 1, T, T]. "masks": this mask, each layer's copy of it in
     the dtype of queries, which the fused kernel stores, and the wider copies of layers with learned keys and values.
-    distilled: "teacher" is its logits, two more gradients, and one row's distributions in fp32.
+    distilled: in chunks, of 1,024 tokens by default, with the teacher's logits and both distributions in fp32.
     """
     plans, element = plan_layers(config), precision.compute.itemsize
+    loss_chunk_tokens = loss_chunk_tokens or (DISTILLED_CHUNK if distilled else None)
     width = config.hidden_size * precision.stream.itemsize
     blocks = [_block_bytes(config, plan, context, precision) for plan in plans]
     stored = sum(blocks)
@@ -331,6 +333,7 @@ def activation_bytes(
     if loss_chunk_tokens:
         # Of a logit: itself, later its gradient; a wider copy; its softmax; and its tanh and that one's square.
         wide = 4 * (element < 4) + 4 + 8 * (config.logit_softcap is not None)
+        wide += distilled * (element + 4 * (element < 4) + 12)
         chunk = min(loss_chunk_tokens, tokens) * config.vocab_size * (element + wide)
         head = config.vocab_size * config.hidden_size * precision.weights.itemsize
         kept, loss = kept - softmax * logits, chunk + head
@@ -339,7 +342,6 @@ def activation_bytes(
         "loss": loss,
         # Each layer with learned pairs copies the mask to widen it.
         "masks": tokens * context * (1 + copies * element + min(copies, widening)) if masked else 0,
-        "teacher": distilled * (3 * element * logits + 20 * logits // batch_size),
     }
 
 

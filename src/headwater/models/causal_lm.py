@@ -17,7 +17,7 @@ from headwater.config.plan import Source
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.autotune import allow_autotuning
 from headwater.kernels.fused_attention import MATMUL
-from headwater.kernels.fused_loss import ChunkedLoss, differentiate_loss
+from headwater.kernels.fused_loss import DISTILLED_CHUNK, ChunkedLoss, SoftTargets, differentiate_loss
 from headwater.kernels.varlen import VARLEN
 from headwater.models.cache import restart_cache  # importing it registers the cache layers
 from headwater.models.input_checks import check_paged
@@ -238,10 +238,18 @@ class HeadwaterModel(HeadwaterPreTrainedModel):
             self.is_pageable = True
 
 
+# What is minimized, and its parts: see `HeadwaterOutput`.
+Losses = tuple[Tensor, Tensor | None, Tensor | None]
+
+
 @dataclass
 class HeadwaterOutput(CausalLMOutputWithPast):
-    """transformers' output, with `z_loss` if it has a weight: mean of logsumexp(logits)², 0-d, without its weight."""
+    """transformers' output, with the parts of a loss that has several, 0-d and without gradients.
 
+    cross_entropy: in nats, before anything is added. z_loss: mean of logsumexp(logits)², without its weight.
+    """
+
+    cross_entropy: Tensor | None = None
     z_loss: Tensor | None = None
 
 
@@ -274,6 +282,7 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         skip_logits: bool = False,
         z_loss_weight: float = 0.0,
         loss_chunk_tokens: int | None = None,
+        soft_targets: SoftTargets | None = None,
         cache: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> HeadwaterOutput:
@@ -288,6 +297,8 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             (PaLM, arXiv 2204.02311, section 5), and return that mean as `z_loss`, without a gradient.
         loss_chunk_tokens: with labels and `skip_logits`, the number of tokens whose logits exist at once. Their
             gradients are computed in the forward pass, so that the loss can be differentiated once.
+        soft_targets: with labels and `skip_logits`, the predictions of a teacher, to learn from as well. Always in
+            chunks, of 1,024 tokens by default.
         The other arguments are the same as for `HeadwaterModel`.
         """
         outputs: BaseModelOutputWithPast = self.model(
@@ -301,20 +312,27 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = self.scale_hidden(positions_kept(outputs.last_hidden_state, logits_to_keep))
-        logits = loss = z_loss = None
+        if soft_targets is not None:
+            loss_chunk_tokens = loss_chunk_tokens or DISTILLED_CHUNK
+            if labels is None or not skip_logits:
+                raise HeadwaterError("soft_targets needs labels, and skip_logits=True.")
+        logits = loss = cross_entropy = z_loss = None
         if labels is None or not skip_logits:
             logits = self.logits(hidden)
         if labels is not None:
             targets = kwargs.pop("shift_labels", None)
             if logits is None and loss_chunk_tokens is not None:
-                loss, z_loss = self.chunked_losses(hidden, labels, targets, loss_chunk_tokens, z_loss_weight, **kwargs)
+                chunking = loss_chunk_tokens, soft_targets
+                losses = self.chunked_losses(hidden, labels, targets, z_loss_weight, *chunking, **kwargs)
             else:
-                loss, z_loss = self.whole_losses(hidden, logits, labels, targets, z_loss_weight, **kwargs)
+                losses = self.whole_losses(hidden, logits, labels, targets, z_loss_weight, **kwargs)
+            loss, cross_entropy, z_loss = losses
         return HeadwaterOutput(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            cross_entropy=cross_entropy,
             z_loss=z_loss,
             **{CACHE: cache_of(outputs)},
         )
@@ -336,27 +354,28 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         shift_labels: Tensor | None,
         z_weight: float,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (loss, z-loss or None) from all logits at once; if None, they are computed from `hidden`."""
+    ) -> Losses:
+        """Return the losses from all logits at once; if None, they are computed from `hidden`."""
         logits = self.logits(hidden) if logits is None else logits
         size = self.config.vocab_size
         loss = self.loss_function(logits=logits, labels=labels, vocab_size=size, shift_labels=shift_labels, **kwargs)
         if not z_weight:
-            return loss, None
+            return loss, None, None
         targets = shift_targets(labels) if shift_labels is None else shift_labels
         z_loss = squared_normalizers(logits, targets) / count_targets(targets, kwargs.get("num_items_in_batch"))
-        return loss + z_weight * z_loss, z_loss.detach()
+        return loss + z_weight * z_loss, loss.detach(), z_loss.detach()
 
     def chunked_losses(
         self,
         hidden: Tensor,
         labels: Tensor,
         shift_labels: Tensor | None,
-        size: int,
         z_weight: float,
+        size: int,
+        soft: SoftTargets | None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Losses:
         """Return what `whole_losses` does, with the logits of `size` tokens at a time. Raises `HeadwaterError` where
         the output head or the loss has been replaced."""
         head = self.lm_head
@@ -369,9 +388,10 @@ class HeadwaterForCausalLM(HeadwaterPreTrainedModel, GenerationMixin):
         divisor = torch.as_tensor(count_targets(targets, num_items_in_batch), device=hidden.device)
         wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, head.weight))
         settings = z_weight, divisor, self.config.logit_softcap, wanted
-        inputs = hidden.flatten(0, 1), head.weight, targets.flatten()
-        loss, z_loss = ChunkedLoss.apply(*inputs, size, self.differentiate_loss, *settings)
-        return loss, z_loss if z_weight else None
+        inputs = hidden.flatten(0, 1), head.weight, targets.flatten(), soft
+        objective, parts = ChunkedLoss.apply(*inputs, size, self.differentiate_loss, *settings)
+        cross_entropy, z_loss, _ = parts
+        return objective, cross_entropy if z_weight or soft is not None else None, z_loss if z_weight else None
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' method, on a CPU with the kernels that were timed to be fastest (`headwater.kernels.autotune`).

@@ -132,7 +132,8 @@ class Training(Settings):
     gradient_checkpointing: bool = False
     """Recompute each block's activations in the backward pass, to save memory."""
     loss_chunk_tokens: Annotated[Count | None, OF_TEXT] = None
-    """Tokens whose logits are in memory at once: the forward pass computes their gradients. Default: all."""
+    """Tokens whose logits are in memory at once: the forward pass computes their gradients. Default: all, or 1,024 with
+    `distillation`."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads; default: as many as there are free cores at the start. Trials of `headwater compare` use 1."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -164,12 +165,10 @@ class Training(Settings):
                 f"the decay of training.schedule=wsd begins after step {self.decay_start}, within the "
                 f"{self.warmup_steps} warm-up steps; lower training.warmup_steps or training.decay_fraction"
             )
-        if self.distillation is not None and self.loss_chunk_tokens is not None:
-            raise ValueError(
-                "training.distillation compares whole rows of logits; leave out training.loss_chunk_tokens"
-            )
-        if self.compile == "whole" and (self.strategy == "fsdp" or self.loss_chunk_tokens is not None):
-            field = "strategy=fsdp" if self.strategy == "fsdp" else "loss_chunk_tokens"
+        unfit = {"strategy=fsdp": self.strategy == "fsdp"}
+        unfit |= {name: getattr(self, name) is not None for name in ("loss_chunk_tokens", "distillation")}
+        if self.compile == "whole" and any(unfit.values()):
+            field = next(name for name, is_set in unfit.items() if is_set)
             raise ValueError(f"training.compile=whole does not fit training.{field}; use training.compile=true")
         if self.cuda_graphs and (self.compile != "whole" or self.world_size * self.gradient_accumulation_steps > 1):
             raise ValueError(

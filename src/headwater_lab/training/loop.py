@@ -300,7 +300,7 @@ class TrainingRun(Setup):
 
     def compute_losses(self, batch: Batch, count: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (the loss to report, the loss to minimize) of a batch, both over `count` tokens or images."""
-        training, teacher = self.recipe.training, self.teacher
+        training = self.recipe.training
         count = count.clamp(min=1)  # the batches of a step may contain no answer to train on
         with autocast_forward(self.fabric.device, training):
             if "pixel_values" in batch:
@@ -313,12 +313,12 @@ class TrainingRun(Setup):
                 **batch,
                 labels=batch["shift_labels"],
                 num_items_in_batch=count,
-                skip_logits=teacher is None,
+                skip_logits=True,
                 z_loss_weight=training.z_loss,
                 loss_chunk_tokens=training.loss_chunk_tokens,
+                soft_targets=None if self.teacher is None else self.teacher.predict(batch),
             )
-            loss = out.loss - training.z_loss * out.z_loss if training.z_loss else out.loss
-            return loss, out.loss if teacher is None else teacher.add_loss(out.loss, out.logits, batch, count)
+            return out.loss if out.cross_entropy is None else out.cross_entropy, out.loss
 
     def update_weights(self, norm: Tensor, finite: Tensor) -> None:
         """Let the optimizers step if loss and gradient are finite. norm: of the gradient."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from headwater.config.text import HeadwaterConfig
 from headwater.conversion import config_of
+from headwater.kernels.fused_loss import DISTILLED_CHUNK
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import replace_text
 from headwater_lab.recipe.recipe import Recipe, parse
@@ -218,6 +219,7 @@ def build_conversion(
         "schedule": "constant",
         "warmup_steps": min(50, constant // 4, annealed),
         "distillation": {},
+        "loss_chunk_tokens": DISTILLED_CHUNK,
     }
     stages: list[dict[str, Any]] = []
     if annealed < constant:

@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._triton import has_triton
 from transformers import PreTrainedTokenizerBase
 
@@ -33,8 +33,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost.counts import parameters, training_flops
 from headwater.cost.hardware import sheet_of
 from headwater.growth.parameter_tokens import has_pairs
-from headwater.kernels import can_fuse
-from headwater.kernels.fused_loss import Divergence, scale_log_softmax
+from headwater.kernels.fused_loss import SoftTargets
 from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
@@ -431,25 +430,13 @@ class Teacher:
         _check_positions(f"teacher {source!r}", model.config, data.context)
         self.model = recipe.training.precision.cast_activations(model.to(device)).eval().requires_grad_(False)
 
-    def add_loss(self, loss: Tensor, logits: Tensor, batch: Batch, count: Tensor) -> Tensor:
-        """Return the loss to minimize, over `count` tokens. loss: the loss without a teacher; logits: of the batch."""
+    def predict(self, batch: Batch) -> SoftTargets:
+        """Run the teacher over a batch."""
         inputs = {name: tensor for name, tensor in batch.items() if name not in LABELS}
         with torch.no_grad():
-            targets = self.model(**inputs, use_cache=False).logits
-        divergence = compute_divergence(logits, targets, batch["shift_labels"] != -100, self.settings.temperature)
-        return (1 - self.settings.weight) * loss + self.settings.weight * divergence / count
-
-
-def compute_divergence(logits: Tensor, targets: Tensor, selected: Tensor, temperature: float) -> Tensor:
-    """T²·Σ KL(softmax(targets / T) ‖ softmax(logits / T)) over the tokens `selected` [B, T]; logits [B, T, V].
-
-    Tokens that are not selected are computed too, since only the device knows how many there are.
-    """
-    if can_fuse(logits):
-        return cast(Tensor, Divergence.apply(logits, targets, selected, temperature))
-    log_q, log_p = (scale_log_softmax(x, temperature) for x in (logits, targets))
-    divergences = ((log_p - log_q) * log_p.exp()).sum(-1)
-    return temperature**2 * divergences.masked_fill(~selected, 0.0).sum()
+            hidden = self.model.scale_hidden(self.model.model(**inputs, use_cache=False).last_hidden_state)
+        head, cap = self.model.lm_head.weight, self.model.config.logit_softcap
+        return SoftTargets(hidden, head, cap, self.settings.weight, self.settings.temperature)
 
 
 @contextmanager
