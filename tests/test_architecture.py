@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import headwater
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 TOP = Path(__file__).parents[1]
 # Both packages lie here.
@@ -20,7 +20,7 @@ ROOT = Path(headwater.__file__).parents[1]
 # named mechanisms; what is done to parameter tokens alone, or read from the papers' own checkpoints; and the equations
 # that tests hold them against.
 KNOW_MECHANISMS = (
-    "headwater/plugins/registry.py",
+    "headwater/plugins/mechanisms.py",
     "headwater/mechanisms/",
     "headwater/config/presets.py",
     "headwater/growth/parameter_tokens.py",

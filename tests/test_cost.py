@@ -28,7 +28,7 @@ from headwater.cost.counts import (
 from headwater.kernels.fused_loss import DISTILLED_CHUNK
 from headwater.mechanisms import Cost, Mechanism
 from headwater.models import cache as caches
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.testing import model_measures
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision

@@ -17,7 +17,7 @@ import torch
 
 import headwater
 import processes
-from headwater.plugins.outside import VARIABLE
+from headwater.plugins.trust import VARIABLE
 from headwater_lab.training.checkpoints import newest_checkpoint
 
 PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "pty.spawn")
@@ -294,7 +294,7 @@ REFUSED = {
     "a mechanism that is a function": _name_mechanism("os:system"),
     "a mechanism that is a program": _name_mechanism("subprocess:Popen"),
     "a mechanism that is exec": _name_mechanism("builtins:exec"),
-    "a mechanism in a private place": _name_mechanism("headwater.plugins.outside:os.system"),
+    "a mechanism in a private place": _name_mechanism("headwater.plugins.trust:os.system"),
     "a faked entry point": _name_mechanism("planted"),
     "data of the folder": _name_in_history("planted:Data"),
     "data that are a function": _name_in_history("os:system"),

@@ -16,7 +16,7 @@ from headwater import HeadwaterConfig, HeadwaterError, HeadwaterForCausalLM, Hea
 from headwater.config import auto_map
 from headwater.conversion.export import export
 from headwater.models import flat_code
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 BOTH = {"kv_shift": {}, "value_residual": {"mode": "learnable"}}
 MANY = {"pattention": {}, **BOTH, "skip_layer": {}, "neutreno": {}, "dense_former": {}}
@@ -201,7 +201,12 @@ def test_the_code_is_what_the_model_needs(tmp_path: Path, mechanisms: dict) -> N
     modules = {name: MECHANISMS.built_in[name].partition(":")[0].replace(".", "_") for name in MECHANISMS.built_in}
     assert {name for name, module in modules.items() if f"{module}.py" in code} == mechanisms.keys()
     assert (
-        not {"headwater_plugins_outside.py", "headwater_models_flat_code.py", "headwater_config_vision.py"}
+        not {
+            "headwater_plugins_trust.py",
+            "headwater_plugins_external_code.py",
+            "headwater_models_flat_code.py",
+            "headwater_config_vision.py",
+        }
         & code.keys()
     )
     imported = {"modeling_headwater", *(f"headwater_{module}" for module in ("models_causal_lm", "config_text"))}
@@ -247,7 +252,7 @@ from ..models.cache import restart as again; é = 1; from torch import nn
 if TYPE_CHECKING:
     from headwater.config.text import HeadwaterConfig
 if not IS_EXPORTED:
-    from headwater.plugins import outside
+    from headwater.plugins import trust
     from headwater.config.text import HeadwaterConfig
 else:
     from headwater.nn import loss

@@ -9,7 +9,7 @@ import headwater_lab as lab
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import forward_flops, parameters, prefill_flops
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater_lab.data.tokenizer import byte_tokenizer
 
 

@@ -26,7 +26,7 @@ from headwater.integrations.torchtitan.model import Linears, TitanAdapter
 from headwater.integrations.torchtitan.pipeline import check_cuts
 from headwater.integrations.torchtitan.titan_checkpoints import ours_of, theirs_of
 from headwater.mechanisms.contract import Mechanism
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab import train
 from headwater_lab.recipe.recipe_files import load_recipe

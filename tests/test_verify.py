@@ -14,7 +14,8 @@ from conftest import Wanted, build
 from headwater import verification as verify
 from headwater.mechanisms import kv_shift
 from headwater.models import cache, inputs
-from headwater.plugins.registry import MECHANISMS, Registry
+from headwater.plugins.mechanisms import MECHANISMS
+from headwater.plugins.registry import Registry
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater.verification import Verified, own, verdicts

@@ -28,7 +28,7 @@ from headwater.config.vision import HeadwaterVisionConfig
 from headwater.cost import estimate_model
 from headwater.mechanisms import Mechanism
 from headwater.mechanisms.capabilities import CAPABILITIES, members_of
-from headwater.plugins.registry import MECHANISMS, has_own
+from headwater.plugins.mechanisms import MECHANISMS, has_own
 from headwater_lab.api.listing import DESCRIBED
 from headwater_lab.cli import app
 from headwater_lab.data.base import DATA, DataSettings

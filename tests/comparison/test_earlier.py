@@ -6,7 +6,7 @@ import yaml
 from comparison.calibration import read_results
 from comparison.saved import Here, changed_times, record, tiny
 from headwater import HeadwaterError
-from headwater.plugins.outside import hash_code
+from headwater.plugins.external_code import hash_code
 from headwater_lab.comparison import pool
 from headwater_lab.comparison.running import run_comparison
 from headwater_lab.comparison.trials import list_trials

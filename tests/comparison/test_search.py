@@ -8,7 +8,7 @@ import pytest
 import yaml
 from saved import DIVERGES, Here, changed_times, record, tiny
 
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison import running, search
 from headwater_lab.comparison.running import run_comparison

@@ -16,7 +16,7 @@ from transformers import CompileConfig
 
 from conftest import Wanted, assert_near, build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.testing.contract_suite import BASES, ODD_LAYERS, Case, Contract, T, is_refused
 
 pytestmark = pytest.mark.sampled(409)

@@ -11,7 +11,7 @@ from conftest import build, config, tokens
 from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import add_mechanisms
 from headwater.mechanisms.capabilities import AddsToTrainedModel
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater_lab.training.model_changes import measure_change
 
 # Every way to add a mechanism that leaves the function as it is, by what the user says.

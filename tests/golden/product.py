@@ -18,7 +18,7 @@ from headwater import HeadwaterVisionConfig as ImageConfig
 from headwater.config.presets import PRESETS
 from headwater.conversion.export import export as export_model
 from headwater.kernels.autotune import forbid_autotuning as without_timings
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.processor import describe_cpu as cpu_name
 from headwater_lab.api.comparing import compare as compare_arms
 from headwater_lab.api.training import train as train_recipe

@@ -13,7 +13,7 @@ from headwater.growth import grown_parameters, methods, pairs_of
 from headwater.growth.grown_model import plan_growth
 from headwater.growth.methods import GrowthOptions
 from headwater.mechanisms.kv_shift import KVShift
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater_lab import grow
 from headwater_lab.training.model_changes import carry_state
 

@@ -11,7 +11,7 @@ import headwater
 from headwater.config.plan import ATTENTION_STAGES, BLOCK_STAGES, Stage
 from headwater.mechanisms import Mechanism
 from headwater.mechanisms.capabilities import CAPABILITIES, GrowsOptions, SplitsOverProcesses, members_of
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 
 SOURCE = Path(headwater.__file__).parents[1]

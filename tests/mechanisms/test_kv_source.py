@@ -19,7 +19,7 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import cache_bytes
 from headwater.nn.cache_name import CACHE
 from headwater.nn.position import for_heads
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.testing.naive import find_sources
 
 

@@ -9,7 +9,7 @@ import textwrap
 import pytest
 
 from conftest import assert_near, build, decode, document_positions, tokens
-from headwater.plugins.registry import MECHANISMS, has_own, resolve
+from headwater.plugins.mechanisms import MECHANISMS, has_own, resolve
 
 
 @pytest.mark.parametrize("name", MECHANISMS.built_in)

@@ -1,15 +1,14 @@
 """The scan of `headwater/mechanisms` finds every mechanism, however its class is written."""
 
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 
 import pytest
 
 import headwater.mechanisms
 from headwater.mechanisms.contract import Mechanism
-from headwater.plugins import registry
-from headwater.plugins.registry import MECHANISM_CLASSES, MECHANISMS
+from headwater.plugins import mechanisms as mechanism_registry
+from headwater.plugins.mechanisms import MECHANISM_CLASSES, MECHANISMS
 
 
 def list_defined():
@@ -40,7 +39,7 @@ def test_a_class_is_found_however_its_bases_are_written(bases, tmp_path, monkeyp
     (tmp_path / "mechanisms").mkdir()
     source = f"class Table(Mechanism):\n    pass\n\n\nclass Mine({bases}):\n    order = 7\n"
     (tmp_path / "mechanisms" / "mine.py").write_text(source)
-    monkeypatch.setattr(registry, "__file__", str(tmp_path / "plugins" / Path(registry.__file__).name))
-    classes, mechanisms = registry.scan_mechanisms()
+    monkeypatch.setattr(mechanism_registry, "__file__", str(tmp_path / "plugins" / "mechanisms.py"))
+    classes, mechanisms = mechanism_registry.scan_mechanisms()
     assert mechanisms == {"mine": "headwater.mechanisms.mine:Mine"}
     assert set(classes) == {"Table", "Mine"}

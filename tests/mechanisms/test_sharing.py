@@ -12,7 +12,7 @@ from headwater.config.planner import plan_layers
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.pattention import Pattention
 from headwater.models.cache import cache_bytes
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.testing.naive import Reference, find_sources
 from references import reference
 

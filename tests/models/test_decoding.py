@@ -20,7 +20,7 @@ from headwater import HeadwaterForCausalLM
 from headwater.models import input_checks
 from headwater.models.decoding import WARM, Arrivals, Decoder, DecodingState
 from headwater.nn import lookback, masks
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from waits import CountedWaits, NoWaits, no_waits
 

@@ -17,7 +17,7 @@ from transformers.integrations.executorch import (
 from conftest import Wanted, assert_near, build, tokens
 from headwater import HeadwaterError
 from headwater.nn.cache_name import CACHE, cache_of
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 LONGEST = 16
 MODELS: list[dict] = [

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from conftest import document_positions, shared, tokens
 from headwater.nn.lookback import last_marked
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 SHAPES = {0: torch.export.Dim("batch", min=1, max=8), 1: torch.export.Dim("length", min=2, max=64)}
 # Batch and length when exported, and when used.

@@ -17,7 +17,7 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.decoding import Decoder
 from headwater.nn.masks import LayerKind, find_new_tokens, keep_last_rows
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 # Of four layers, the last two attend to what the second stores.
 MAP = {"kv_source": {"keys": "last", "values": "last"}}

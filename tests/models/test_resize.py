@@ -12,7 +12,7 @@ from headwater import HeadwaterError, HeadwaterForCausalLM
 from headwater.conversion import add_mechanisms
 from headwater.mechanisms.contract import Mechanism
 from headwater.models.token_tables import token_tables
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater_lab import grow
 from headwater_lab.data.tokenizer import byte_tokenizer
 

@@ -15,7 +15,7 @@ from conftest import assert_near, build, config, document_positions, tokens
 from headwater.models.compiling import compile_model
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.documents import FLASH3
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.attention_choice import choose_attention, set_attention

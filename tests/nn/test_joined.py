@@ -16,7 +16,7 @@ from headwater.config.presets import PRESETS
 from headwater.models.compiling import compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.linear import join_linears
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.util.machine import c_compiler
 

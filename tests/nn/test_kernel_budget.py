@@ -23,7 +23,7 @@ from conftest import build, tokens
 from gpu_code import write_code
 from headwater.models.compiling import expect_layers
 from headwater.models.decoding import Decoder
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 COUNTED = "counted"
 ROWS, LENGTH, WIDTH, HEADS = 8, 1024, 768, 12

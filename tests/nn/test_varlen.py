@@ -14,7 +14,7 @@ from headwater.config.capabilities import LimitsKernels
 from headwater.config.options import parse_options
 from headwater.kernels import varlen
 from headwater.nn.documents import make_cu_seq_lens, restarted_positions
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.bench.gpu import combine_mechanisms
 from headwater_lab.recipe.recipe import parse

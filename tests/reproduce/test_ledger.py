@@ -1,6 +1,6 @@
 """The ledger's recipes and tables."""
 
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater_lab.papers.table import read_tables
 from headwater_lab.recipe.recipe_files import load_recipe, recipes_folder
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from headwater import HeadwaterConfig, HeadwaterForCausalLM
 from headwater.kernels import varlen
 from headwater.nn.attention_kernel import supported_kernels
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater_lab.recipe.recipe import parse
 from headwater_lab.training.loop import TrainingRun, train
 from waits import NoWaits, WaitError, no_waits

@@ -13,7 +13,7 @@ from sources import mixins
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from headwater import HeadwaterConfig, HeadwaterForCausalLM, HeadwaterModel
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 MIXINS = mixins()
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from images import image_model, images, vision_config
 
 from conftest import assert_near
 from headwater import HeadwaterError
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from references import reference
 
 POSITIONS = ("learned", "sincos", "rope", "none")

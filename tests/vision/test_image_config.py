@@ -7,7 +7,7 @@ from images import image_model, images, vision_config
 
 from headwater import HeadwaterError, HeadwaterForImageClassification, HeadwaterVisionConfig
 from headwater.mechanisms import Mechanism
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import sentence
 from headwater.util.precision import Precision
 

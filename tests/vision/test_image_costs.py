@@ -11,7 +11,7 @@ import headwater_lab as lab
 from headwater import HeadwaterForImageClassification
 from headwater.cost import counts as cost
 from headwater.cost import estimate_model
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.precision import Precision
 from headwater_lab.util.machine_speed import find_hardware
 

@@ -18,7 +18,7 @@ from transformers import (
 from headwater import HeadwaterError, HeadwaterForImageClassification
 from headwater.conversion import FAMILIES, add_mechanisms, from_transformers, to_transformers
 from headwater.mechanisms.capabilities import AddsToTrainedModel
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.testing import disturb
 
 SIZES = dict(

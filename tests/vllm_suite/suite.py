@@ -51,7 +51,7 @@ from headwater.integrations.vllm import register
 from headwater.integrations.vllm import vllm_engine as engine
 from headwater.integrations.vllm.flash import FlashEngine
 from headwater.integrations.vllm.vllm_engine import CPUEngine
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.testing.small_models import disturb
 
 SIZES: dict[str, Any] = dict(

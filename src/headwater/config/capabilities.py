@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,7 +12,7 @@ from headwater.config.capabilities import Map, StopsRedirection, replaces_linear
 from headwater.config.layers import layer_config
 from headwater.config.plan import EMBEDDING, Attends, HeadGroup, Heads, LayerPlan, Source, Stage, choose_heads
 from headwater.config.text import HeadwaterConfig
-from headwater.plugins.registry import has_own, resolve
+from headwater.plugins.mechanisms import has_own, resolve
 from headwater.util.errors import HeadwaterError
 
 # Keys or values, as fields of `Attends` and as parts of `Source`.

@@ -14,12 +14,12 @@ from headwater.config import auto_map
 from headwater.config.layers import MOST, MOST_ANYWHERE, cache_types, complete_sliding, layer_config
 from headwater.config.options import complete_options
 from headwater.config.rope import check_rope, complete_rope
-from headwater.plugins.registry import MECHANISMS, as_mapping, resolve
+from headwater.plugins.mechanisms import MECHANISMS, as_mapping, resolve
 from headwater.util.errors import HeadwaterError, check_known, find_misspelt, find_unusable, sentence, shown
 from headwater.util.layout import IS_EXPORTED
 
 if not IS_EXPORTED:
-    from headwater.plugins import outside
+    from headwater.plugins.trust import trust_names
 
 _SIZES = (
     "vocab_size",
@@ -98,7 +98,7 @@ class HeadwaterConfig(PreTrainedConfig):
         mechanisms: name -> options, in order of application, e.g.
             `{"kv_shift": {}, "value_residual": {"mode": "learnable"}}`; or a list of names. See
             `headwater.mechanisms`. Name an external one as "package.module:Class", or by its package's entry point
-            (docs/extending.md). `headwater.plugins.outside` decides which of these are imported.
+            (docs/extending.md). `headwater.plugins.trust` decides which of these are imported.
 
     Serving
         materialise: cache ordinary keys and values in each layer, for engines with their own (paged) cache; the same
@@ -218,13 +218,13 @@ class HeadwaterConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """transformers' method. Names that headwater does not know are kept and saved again.
 
-        trust: modules and names from outside that the file may name (`headwater.plugins.outside`), as in
+        trust: modules and names from outside that the file may name (`headwater.plugins.trust`), as in
         `from_pretrained(folder, trust=["package.module"])`.
         Raises `HeadwaterError` for a keyword that looks like a misspelt field.
         """
         trust = kwargs.pop("trust", None) or ()
         if not IS_EXPORTED:
-            outside.trust_names(trust)
+            trust_names(trust)
         cls._check_kernels(config_dict)
         cls._check_names(name for name in kwargs if name not in config_dict and not hasattr(cls, name))
         return super().from_dict(config_dict | {"model_type": cls.model_type}, **kwargs)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 
 from headwater.config.text import HeadwaterConfig
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError, shown
 
 # Fields that mean nothing for images, with the values that disable them.

@@ -18,7 +18,7 @@ from headwater.mechanisms.capabilities import AddsToTrainedModel
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.stages import find_owner
-from headwater.plugins.registry import as_mapping, in_order, resolve
+from headwater.plugins.mechanisms import as_mapping, in_order, resolve
 from headwater.util.errors import HeadwaterError
 
 ModelT = TypeVar("ModelT", bound=HeadwaterPreTrainedModel)

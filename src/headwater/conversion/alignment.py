@@ -26,7 +26,7 @@ from headwater.conversion.convert import BLEND, blend_config, find_pool_size, fi
 from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.attention import Attention
-from headwater.plugins.registry import as_mapping, resolve
+from headwater.plugins.mechanisms import as_mapping, resolve
 from headwater.util.errors import HeadwaterError
 
 # Smallest singular value of a least-squares map, relative to its largest: it is inverted.

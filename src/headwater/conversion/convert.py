@@ -18,7 +18,7 @@ from headwater.conversion.add import add_mechanisms, make_tensors
 from headwater.conversion.transformers_models import assemble_model, untied_state_dict
 from headwater.mechanisms.blend import Blend
 from headwater.models.causal_lm import HeadwaterForCausalLM
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.mechanisms import as_mapping
 from headwater.util.errors import HeadwaterError
 
 BLEND = Blend.registered_name()

@@ -26,7 +26,7 @@ from headwater.conversion.family import exchange_halves
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.load import CONFIG, PICKLED, WEIGHTS, check_finite, list_shards, read_text, read_weights, reading
 from headwater.models.weights import check_dtypes, list_dtypes, strip_wrappers
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.mechanisms import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, shown
 
 Tensors = dict[str, Tensor]

@@ -26,7 +26,7 @@ from headwater.models.load import (
 )
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.models.quantization import check_full_precision
-from headwater.plugins.outside import trust_names_in
+from headwater.plugins.trust import trust_names_in
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import local
 from headwater.util.hub import check_reachable

@@ -14,7 +14,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.kernels.fused_loss import DISTILLED_CHUNK
 from headwater.mechanisms.capabilities import HasSharedModule
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.precision import Precision
 
 # Activations for which `kernels.activation` stores only the input, and nothing of the product.

@@ -22,7 +22,7 @@ from headwater.config.plan import LayerPlan, Stage
 from headwater.config.planner import plan_layers
 from headwater.config.rope import FOLLOW_LENGTH
 from headwater.cost.counts import ID, tail_widths
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from headwater.mechanisms.growth_map import select_heads
 from headwater.nn.attention import Attention
 from headwater.nn.feed_forward import FeedForward
 from headwater.nn.position import alibi_slopes
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from headwater.growth.parameter_tokens import Model, add_pairs, added_config, ha
 from headwater.mechanisms.capabilities import GrowsOptions
 from headwater.mechanisms.growth_map import GrowthMap
 from headwater.models.quantization import check_full_precision
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.seeding import generator
 

@@ -8,7 +8,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from headwater.mechanisms.contract import KV, QKV, Ancestors, AttentionInputs, Context, Cost, Hidden, Mechanism
-from headwater.plugins.registry import MECHANISM_CLASSES as _MODULES
+from headwater.plugins.mechanisms import MECHANISM_CLASSES as _MODULES
 
 if TYPE_CHECKING:  # for editors and type checkers; tests/test_api.py compares it with the folder
     from headwater.mechanisms.backout import Backout as Backout

@@ -30,7 +30,7 @@ from headwater.mechanisms.capabilities import Shown, Step
 from headwater.mechanisms.contract import KV, QKV, Context, Mechanism, OptionValues
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.mechanisms.growth_map import GrowthMap
-from headwater.plugins.registry import has_own, in_order, resolve
+from headwater.plugins.mechanisms import has_own, in_order, resolve
 from headwater.util.errors import HeadwaterError
 
 

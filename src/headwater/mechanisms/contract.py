@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from headwater.config.plan import Cost, LayerPlan
 from headwater.mechanisms.capabilities import OptionValues, check_capabilities
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:
@@ -156,8 +156,8 @@ class Mechanism(nn.Module):
     # The arXiv number of its paper; and what attention reads through it, such as "the previous token".
     paper: ClassVar[str] = ""
     source: ClassVar[str] = ""
-    # The position of a built-in mechanism in the usual order of application. `plugins.registry` reads it from the text
-    # of its file.
+    # The position of a built-in mechanism in the usual order of application. `plugins.mechanisms` reads it from its
+    # file's text.
     order: ClassVar[int]
     # Whether the mechanism looks up tokens by id. Then `Context.ids` is set, its shared module (`HasSharedModule`) gets
     # the ids, and the model raises an error for `inputs_embeds`.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headwater.config.auto_map import auto_class_of
 from headwater.config.text import HeadwaterConfig
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.layout import IS_EXPORTED
 
 if not IS_EXPORTED:  # the counts would bring more files into a checkpoint than the line is worth

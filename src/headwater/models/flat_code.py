@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headwater.config.auto_map import ENTRY, auto_classes_of
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.layout import LIBRARY, package_folder, top_package
 
@@ -35,7 +35,7 @@ def make_code(config: Any) -> dict[str, str]:
     modules = {target.partition(":")[0] for target in targets}
     outside = {}
     for name in _list_mechanisms(getattr(config, "mechanisms", None) or {}):
-        mechanism = MECHANISMS.resolve(name)
+        mechanism = resolve(name)
         modules.add(mechanism.__module__)
         if not _is_ours(mechanism.__module__):
             outside[name] = f"{mechanism.__module__}:{mechanism.__qualname__}"
@@ -77,7 +77,7 @@ def _make_files(targets: Sequence[str], modules: Iterable[str], outside: Mapping
     kinds = {name: f"{name}_{digest}" for source in sources.values() for name in _layer_types(ast.parse(source))}
     files = {f"{_flat_name(module)}.py": _rewrite_source(module, source, kinds) for module, source in sources.items()}
     if outside:
-        files[f"{_flat_name(MECHANISMS.__module__)}.py"] += "".join(
+        files[f"{_flat_name(resolve.__module__)}.py"] += "".join(
             f'\nMECHANISMS.built_in["{name}"] = ".{_flat_name(target.partition(":")[0])}:{target.partition(":")[2]}"\n'
             for name, target in outside.items()
         )

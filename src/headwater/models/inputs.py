@@ -46,7 +46,7 @@ from headwater.nn.masks import (
     keep_last_rows,
     make_mask,
 )
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError
 
 # Keys of the mapping that `prepare_generation` returns: the mask, by whether a layer has the sliding window; the reach.

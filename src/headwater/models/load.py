@@ -26,7 +26,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
 from headwater.models.weights import check_dtypes, list_dtypes, strip_wrappers
-from headwater.plugins.outside import check_link
+from headwater.plugins.trust import check_link
 from headwater.util.errors import HeadwaterError, sentence, shown
 from headwater.util.files import explain_absence, read_bytes
 

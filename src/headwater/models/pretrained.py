@@ -32,7 +32,7 @@ from headwater.nn.attention import Attention
 from headwater.nn.attention_kernel import supported_kernels
 from headwater.nn.block import Block
 from headwater.nn.stages import MechanismDict, find_owner
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError, either
 from headwater.util.seeding import generator
 

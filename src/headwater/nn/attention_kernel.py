@@ -20,7 +20,7 @@ from headwater.kernels.fused_attention import FEW, run_fastest_attention
 from headwater.mechanisms.contract import KV, Mechanism
 from headwater.nn.documents import is_flash
 from headwater.nn.head_groups import KernelInputs, join_groups, of_tokens
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 
 Kernel = Callable[..., tuple[Tensor, Tensor | None]]
 

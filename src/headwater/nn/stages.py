@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from headwater.config.plan import LayerPlan, Part, Source, Stage
 from headwater.mechanisms.contract import Context, Mechanism, Tail
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from headwater.mechanisms.contract import Mechanism
 from headwater.models.cache import POSITIONS, cache_bytes
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.nn.cache_name import cache_of
-from headwater.plugins.outside import trust_names_in
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
+from headwater.plugins.trust import trust_names_in
 from headwater.testing.model_measures import (
     Operations,
     RecordedOptions,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headwater.config.layers import layer_config
 from headwater.config.plan import Stage
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 
 ByHead = dict[int, Tensor]
 QKV = tuple[ByHead, ByHead, ByHead]

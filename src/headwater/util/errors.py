@@ -33,7 +33,7 @@ class HeadwaterError(ValueError):
 
 
 class NotTrusted(HeadwaterError):
-    """A file names code from outside headwater that the user has not trusted (`headwater.plugins.outside`)."""
+    """A file names code from outside headwater that the user has not trusted (`headwater.plugins.trust`)."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from headwater.plugins import outside
-from headwater.plugins.registry import MECHANISMS, as_mapping
+from headwater.plugins.mechanisms import MECHANISMS, as_mapping
+from headwater.plugins.trust import trust_names
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
@@ -150,7 +150,7 @@ def compare(
     instead, default all alone and in pairs, and test the best on fresh seeds. watch: receives notices and progress;
     default: shows them in a notebook. trust: as in `train`. Raises `HeadwaterError`.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     extras.check_extra("compare")
     watch = choose_observer(watch)
     sources = cast("Sequence[AnyRecipe]", recipe if isinstance(recipe, list | tuple) else [recipe])

@@ -12,7 +12,7 @@ from transformers import utils
 
 import headwater
 from headwater import kernels
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import first_line
 from headwater.util.extras import MODULES, install_command
 from headwater.util.layout import package_folder

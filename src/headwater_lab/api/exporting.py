@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from headwater.conversion.export import export, export_family
 from headwater.conversion.families import find_family
-from headwater.plugins import outside
+from headwater.plugins.trust import trust_names
 from headwater.util.errors import HeadwaterError
 from headwater.util.extras import check_extra
 from headwater.util.files import check_free, local
@@ -84,7 +84,7 @@ def push_to_hub(
     folder that keeps the export; default: it is temporary. trust: as in `train`.
     Raises `HeadwaterError`: without a token or network, and for files that would be replaced.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     if out is not None and local(out).suffix == GGUF:
         raise HeadwaterError("--push uploads a folder; write the GGUF file without it.")
     find_repository(repository, private)

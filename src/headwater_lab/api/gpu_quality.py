@@ -19,7 +19,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.conversion.latent import latent_config
 from headwater.mechanisms.capabilities import ChoosesSources
 from headwater.models.load import read_object
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater.util.extras import check_extra
 from headwater_lab.api.converting import convert

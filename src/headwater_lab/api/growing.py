@@ -12,8 +12,8 @@ from headwater import growth
 from headwater.conversion import add_mechanisms, from_transformers
 from headwater.models.pretrained import HeadwaterPreTrainedModel
 from headwater.models.quantization import check_full_precision
-from headwater.plugins import outside
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.mechanisms import as_mapping
+from headwater.plugins.trust import trust_names, trust_names_in
 from headwater.util.errors import HeadwaterError, shown
 from headwater_lab.api.common import describe_written, measure_held_out, quiet
 from headwater_lab.api.observer import SILENT, Observer
@@ -57,7 +57,7 @@ def grow(
     state. watch: receives the change of the function, which is measured only for it. trust: as in `train`. The rest are
     the fields of `headwater.growth.GrowthOptions`. Raises `HeadwaterError`.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     pairs = {"attention_pairs": attention_pairs, "ffn_pairs": ffn_pairs}
     try:
         change = Change.model_validate({"grow": pairs | arguments})
@@ -145,7 +145,7 @@ def retrofit(
     one; default: from its config. text: changes are measured on `rows` rows of it. out, watch: as in `grow`. trust: as
     in `train`. Raises `HeadwaterError`.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     by_name = _name_mechanisms(mechanisms)
     trained = _open_model("retrofit", model, layout, settings, family)
     if not trained.foreign and not by_name:
@@ -166,7 +166,7 @@ def retrofit(
 
 def _name_mechanisms(mechanisms: Any) -> Mapping[str, Mapping[str, Any]]:
     """Read mechanisms by name, with their options. Raises `HeadwaterError`."""
-    outside.trust_names_in(mechanisms)
+    trust_names_in(mechanisms)
     by_name = as_mapping([mechanisms] if isinstance(mechanisms, str) else mechanisms)
     if not isinstance(by_name, Mapping):
         raise HeadwaterError(f"mechanisms must be names, or a mapping name: options, not {shown(by_name)}.")

@@ -5,7 +5,7 @@ from typing import Any
 
 from headwater.config.presets import PRESETS, preset
 from headwater.cost.counts import parameters
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater_lab.data.synthetic import list_tasks
 from headwater_lab.recipe.overrides import read_text, read_yaml
 from headwater_lab.recipe.recipe_files import shipped_recipes

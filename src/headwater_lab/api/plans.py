@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from headwater.config.text import HeadwaterConfig
 from headwater.cost import ModelEstimate
-from headwater.plugins import outside
+from headwater.plugins.trust import trust_names
 from headwater.util.errors import HeadwaterError, nearest
 from headwater_lab.api.common import PathLike, Result
 from headwater_lab.api.settings import PlanSettings
@@ -68,7 +68,7 @@ def plan(
     settings: the command's options context, batch, tokens, images, hardware, devices, mfu and precision
     (`headwater_lab.api.settings.PlanSettings` describes them). trust: as in `train`. Raises `HeadwaterError`.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     if unknown := [name for name in settings if name not in PlanSettings.__annotations__]:
         raise HeadwaterError(f"plan has no setting {unknown[0]!r}; {nearest(unknown[0], PlanSettings.__annotations__)}")
     planned = plan_models(models, overrides, vocab_size)

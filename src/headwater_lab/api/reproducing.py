@@ -10,7 +10,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 from rich.text import Text
 
-from headwater.plugins import outside
+from headwater.plugins.trust import trust_names
 from headwater.util import extras
 from headwater.util.errors import HeadwaterError, either, nearest, shown
 from headwater.util.files import local
@@ -126,7 +126,7 @@ def reproduce(
     records: take finished runs from this file instead of training them. keep: add the table's finished runs to this
     file, which may be the same. trust: as in `train`. Raises `HeadwaterError`, also if no run is finished.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     watch = choose_observer(watch)
     folder, files = local(out, "out"), None if task_files is None else local(task_files, "task_files")
     if index := device.partition(":")[2]:

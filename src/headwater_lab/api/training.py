@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwater.plugins import outside
+from headwater.plugins.trust import trust_names
 from headwater.util.errors import HeadwaterError, nearest
 from headwater.util.files import local
 from headwater_lab.api.common import PathLike, Result, check_outside, quiet
@@ -90,7 +90,7 @@ def train(
     progress, by default shown in a notebook. trust: code from outside that checkpoints may name, "package.module" or
     "package.module:Class". Raises `HeadwaterError`.
     """
-    outside.trust_names(trust)
+    trust_names(trust)
     watch = choose_observer(watch)
     loaded = read_recipe(recipe, overrides)
     folder, experiment = Path("runs") / loaded.name, None

@@ -32,7 +32,7 @@ from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_blocks, compile_model
 from headwater.models.decoding import Decoder
 from headwater.nn.documents import FLASH3, make_cu_seq_lens
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.precision import Precision
 from headwater.util.processor import describe_cpu

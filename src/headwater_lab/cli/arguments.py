@@ -66,8 +66,8 @@ def warn_untested() -> None:
 def mechanisms_of(arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Read mechanisms, each name or name={options} in YAML. Raises `HeadwaterError`."""
     from headwater.config.options import parse_options
-    from headwater.plugins.outside import trust_names_in
-    from headwater.plugins.registry import resolve
+    from headwater.plugins.mechanisms import resolve
+    from headwater.plugins.trust import trust_names_in
     from headwater_lab.recipe.overrides import read_yaml
 
     mechanisms: dict[str, dict[str, Any]] = {}

@@ -183,7 +183,7 @@ def bench_prices(recipe: str, overrides: Sequence[str] = (), *, out: FolderPath 
 
 def _read_mechanisms(arguments: Sequence[str]) -> dict[str, dict[str, dict]]:
     """Read mechanisms by the text that names them; every mechanism by default."""
-    from headwater.plugins.registry import MECHANISMS
+    from headwater.plugins.mechanisms import MECHANISMS
 
     return {text: mechanisms_of(text.split(" + ")) for text in arguments or MECHANISMS.names}
 

@@ -26,7 +26,7 @@ def new_mechanism(name: str, *, out: FolderPath | None = None) -> None:
     name: Name of the mechanism and its module: lower-case letters, digits and _.
     out: The new folder; default: NAME.
     """
-    from headwater.plugins.registry import MECHANISMS
+    from headwater.plugins.mechanisms import MECHANISMS
     from headwater.util.files import check_free, stage_folder
 
     if not name.isidentifier() or not name.isascii() or name != name.lower() or keyword.iskeyword(name):

@@ -181,10 +181,10 @@ def _declare(function: Callable[..., Any], trusts: bool) -> tuple[str, Callable[
             parameters.append(_declared_values(parameter, texts))
 
     def command(command_line: typer.Context, trust: Sequence[str] = (), **values: Any) -> None:
-        from headwater.plugins import outside
+        from headwater.plugins.trust import trust_names
 
         _running.set(command_line)
-        outside.trust_names(trust)
+        trust_names(trust)
         quiet()
         warn_untested()
         for name, section in sections.items():

@@ -47,7 +47,7 @@ def _list_models(sources: Sequence[str], trust_remote_code: bool, seed: int) -> 
     """List names and models, each made when its turn comes. Mechanisms that are invalid alone are left out."""
     from headwater import verification
     from headwater.models.load import model_type
-    from headwater.plugins.registry import MECHANISMS
+    from headwater.plugins.mechanisms import MECHANISMS
     from headwater.verification.own import build_tiny
     from headwater.verification.windows import WINDOW
     from headwater_lab.training.checkpoints import newest_checkpoint

@@ -5,7 +5,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError
 from headwater_lab.comparison.trials import list_trials
 from headwater_lab.comparison.tuning import WORST, find_score

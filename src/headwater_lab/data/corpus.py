@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from headwater.plugins.outside import check_link
+from headwater.plugins.trust import check_link
 from headwater.util.errors import HeadwaterError, first_line
 from headwater.util.files import explain_absence
 from headwater.util.hub import check_reachable, is_path

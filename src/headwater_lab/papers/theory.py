@@ -20,7 +20,7 @@ from headwater.config.text import HeadwaterConfig
 from headwater.nn.attention import Attention
 from headwater.nn.masks import LayerKind, find_new_tokens, make_mask
 from headwater.nn.position import alibi_slopes
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater_lab.util.figures import ShownFigure
 

@@ -13,7 +13,7 @@ from headwater.config.planner import plan_layers
 from headwater.config.presets import PRESETS, preset
 from headwater.config.text import HeadwaterConfig
 from headwater.config.vision import HeadwaterVisionConfig
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.mechanisms import as_mapping
 from headwater.util.errors import HeadwaterError, nearest, sentence, shown
 from headwater_lab.data.base import Data, DataShape
 from headwater_lab.data.images.image_data import ImageSettings

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from headwater.plugins.outside import trust_names_in
+from headwater.plugins.trust import trust_names_in
 from headwater.util.errors import HeadwaterError, nearest, shown
 from headwater.util.files import local
 from headwater.util.layout import package_folder

@@ -10,7 +10,7 @@ from headwater.conversion.convert import blend_config, check_conversion, finish_
 from headwater.conversion.latent import latent_config
 from headwater.growth.grown_model import grown_config
 from headwater.growth.methods import GrowthOptions, KeyInit, TauPolicy
-from headwater.plugins.registry import as_mapping
+from headwater.plugins.mechanisms import as_mapping
 from headwater.util.errors import HeadwaterError
 from headwater_lab.util.settings import Count, Settings
 

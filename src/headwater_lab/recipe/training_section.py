@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from headwater.plugins.registry import MECHANISMS, Registry
+from headwater.plugins.mechanisms import MECHANISMS
+from headwater.plugins.registry import Registry
 from headwater.util.precision import Precision
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, fields_read
 from headwater_lab.optimization.schedules import find_decay_start

@@ -4,7 +4,7 @@ from pydantic import BaseModel
 
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import ActsInTraining
-from headwater.plugins.registry import MECHANISMS, resolve
+from headwater.plugins.mechanisms import MECHANISMS, resolve
 from headwater.util.errors import HeadwaterError
 from headwater.util.precision import Precision
 from headwater_lab.recipe.recipe import Recipe

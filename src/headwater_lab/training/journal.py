@@ -13,7 +13,7 @@ import torch
 
 from headwater.cost.counts import cache_bytes_per_token, embedding_parameters
 from headwater.models.compiling import is_compiled
-from headwater.plugins.outside import hash_code
+from headwater.plugins.external_code import hash_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import disk_problem, explain_disk_errors, read_bytes, replace_text
 from headwater_lab.data.base import Evaluation

@@ -13,7 +13,7 @@ from headwater.mechanisms.capabilities import GroupsParameters
 from headwater.mechanisms.contract import Mechanism
 from headwater.mechanisms.fp32 import KeepsPrecision
 from headwater.nn.stages import MechanismDict, find_owner
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError, find_misspelt, sentence
 from headwater_lab.optimization.registry import OPTIMIZERS, SCHEDULES, values_read
 from headwater_lab.optimization.tensors import list_gradients, local_shard

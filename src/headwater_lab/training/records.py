@@ -14,7 +14,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headwater import __version__
-from headwater.plugins.outside import hash_code
+from headwater.plugins.external_code import hash_code
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import read_bytes, replace_text
 from headwater.util.processor import describe_cpu

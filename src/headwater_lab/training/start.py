@@ -38,7 +38,7 @@ from headwater.mechanisms.capabilities import ActsInTraining, Step
 from headwater.models.causal_lm import HeadwaterForCausalLM
 from headwater.models.compiling import compile_model
 from headwater.models.load import read_config, read_generation_config
-from headwater.plugins.registry import MECHANISMS
+from headwater.plugins.mechanisms import MECHANISMS
 from headwater.util.errors import HeadwaterError, sentence
 from headwater.util.precision import Precision
 from headwater_lab.data.base import LABELS, Batch, Data

@@ -19,7 +19,7 @@ from headwater.conversion import from_transformers, load_transformers, read_fore
 from headwater.models.card import CARD
 from headwater.models.load import check_regular, model_type, reading
 from headwater.models.quantization import check_full_precision
-from headwater.plugins.outside import check_paths
+from headwater.plugins.trust import check_paths
 from headwater.util.errors import HeadwaterError
 from headwater.util.files import local
 from headwater_lab.data.base import LABELS, Data, main_input

@@ -8,7 +8,7 @@ from headwater.config.plan import Stage
 from headwater.config.planner import plan_layers
 from headwater.config.text import HeadwaterConfig
 from headwater.mechanisms.capabilities import can_split_heads, can_split_tokens
-from headwater.plugins.registry import resolve
+from headwater.plugins.mechanisms import resolve
 from headwater.util.errors import HeadwaterError
 
 DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")

@@ -21,8 +21,9 @@ from headwater.config.plan import Source, Stage
 from headwater.config.planner import plan_layers
 from headwater.conversion.export import export
 from headwater.mechanisms import Context, Cost, Mechanism
-from headwater.plugins.outside import VARIABLE, hash_code, may_read, trust_names
-from headwater.plugins.registry import MECHANISMS, register
+from headwater.plugins.external_code import hash_code
+from headwater.plugins.mechanisms import MECHANISMS, register
+from headwater.plugins.trust import VARIABLE, may_read, trust_names
 from headwater.util.errors import NotTrusted
 from headwater_lab.optimization.registry import OPTIMIZERS
 from headwater_lab.recipe.recipe import parse
