@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from headwater.plugins.mechanisms import resolve
@@ -75,15 +76,27 @@ class ReplacesLinear(Protocol):
         """Return the cost of that module; None where `build_linear` returns None."""
 
 
-def find_replacement(config: Any, method: Literal["build_linear", "count_linear_cost"], *linear: Any) -> Any:
-    """Call this method of `ReplacesLinear` for a linear layer (layer, name, d_in, d_out) of the first mechanism that
-    replaces it; None if none does."""
-    for mechanism, options in config.mechanisms.items():
-        kind = resolve(mechanism)
-        result = getattr(kind, method)(options, config, *linear) if isinstance(kind, ReplacesLinear) else None
-        if result is not None:
-            return result
+def build_replacement(config: Any, layer: int, name: Map, d_in: int, d_out: int) -> nn.Module | None:
+    """Build what the first mechanism that replaces a linear layer puts in its place; None if none does."""
+    for mechanism, options in _list_replacing(config):
+        if (module := mechanism.build_linear(options, config, layer, name, d_in, d_out)) is not None:
+            return module
     return None
+
+
+def count_replacement_cost(config: Any, layer: int, name: Map, d_in: int, d_out: int) -> Cost | None:
+    """Count the cost of what `build_replacement` builds; None if no mechanism replaces the linear layer."""
+    for mechanism, options in _list_replacing(config):
+        if (cost := mechanism.count_linear_cost(options, config, layer, name, d_in, d_out)) is not None:
+            return cost
+    return None
+
+
+def _list_replacing(config: Any) -> Iterator[tuple[ReplacesLinear, dict[str, Any]]]:
+    """Yield the mechanisms of a config that can replace linear layers, with their options."""
+    for name, options in config.mechanisms.items():
+        if isinstance(mechanism := resolve(name), ReplacesLinear):
+            yield mechanism, options
 
 
 def replaces_linear(mechanism: type, options: dict[str, Any], config: Any, layer: int, name: Map, width: int) -> bool:

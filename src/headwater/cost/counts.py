@@ -6,7 +6,7 @@ as is usual. Each mechanism states its cost in its own file.
 
 from collections.abc import Iterable, Sequence
 
-from headwater.config.capabilities import Map, find_replacement
+from headwater.config.capabilities import Map, count_replacement_cost
 from headwater.config.layers import layer_config
 from headwater.config.plan import Cost, LayerPlan, Stage, TailPart
 from headwater.config.planner import output_only_from, plan_layers
@@ -33,7 +33,7 @@ def _count_linear(config: HeadwaterConfig, layer: int, name: Map, d_in: int, d_o
     if d_out == 0:
         return Cost()
     linear = Cost(parameters=d_in * d_out + bias * d_out, flops=2 * d_in * d_out)
-    cost: Cost | None = find_replacement(config, "count_linear_cost", layer, name, d_in, d_out)
+    cost = count_replacement_cost(config, layer, name, d_in, d_out)
     return cost or linear
 
 
@@ -43,7 +43,7 @@ def _add_up(costs: Iterable[Cost]) -> Cost:
 
 def _count_feed_forward(config: HeadwaterConfig, layer: int) -> Cost:
     width, inner = config.hidden_size, config.intermediate_size
-    replacement: Cost | None = find_replacement(config, "count_linear_cost", layer, "feed_forward", width, width)
+    replacement = count_replacement_cost(config, layer, "feed_forward", width, width)
     if replacement is not None:
         return replacement
     gated = config.feed_forward == "gated"
@@ -355,7 +355,7 @@ def _block_bytes(config: HeadwaterConfig, plan: LayerPlan, context: int, precisi
     inputs = (1 if config.parallel_residual else 2) + extra_inputs
     outputs = 2 + extra_inputs
     if precision.stream != precision.compute:  # each linear layer casts its input to a separate copy
-        replaced = find_replacement(config, "count_linear_cost", plan.index, "feed_forward", width, width)
+        replaced = count_replacement_cost(config, plan.index, "feed_forward", width, width)
         outputs = 2 + (replaced is None and config.feed_forward == "gated") + bool(plan.k_heads) + bool(plan.v_heads)
     # Sets of attention weights: none with a fused kernel, else the softmax's and derived ones, and a softcap's tanh.
     acting, capped = bool(plan.at(Stage.ATTENTION_WEIGHTS)), config.attention_softcap is not None

@@ -132,7 +132,7 @@ class _GrowingTailMixin(_TailMixin):
 LEAST_ROOM, ROOM = 16, 256
 
 
-class _Growing:
+class _HistoryBuffer:
     """A history [B, heads, S, d] that is extended in place while its memory has room.
 
     Only the holder of the latest state writes in place; the holder of any other (cropped, reordered, or shared with a
@@ -177,14 +177,14 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
 
     _layer_type = "headwater_attention"
     # A slot, because exporters take the instance's __dict__ for its state.
-    __slots__ = ("_growing",)
+    __slots__ = ("_history_buffers",)
 
     @property
-    def growing(self) -> tuple[_Growing, _Growing]:
+    def history_buffers(self) -> tuple[_HistoryBuffer, _HistoryBuffer]:
         """The memory of keys and values."""
-        if not hasattr(self, "_growing"):  # also after an exporter has rebuilt the layer from its state
-            self._growing = _Growing(), _Growing()
-        return self._growing
+        if not hasattr(self, "_history_buffers"):  # also after an exporter has rebuilt the layer from its state
+            self._history_buffers = _HistoryBuffer(), _HistoryBuffer()
+        return self._history_buffers
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and exporters, without spare memory."""
@@ -198,22 +198,22 @@ class HeadwaterLayer(_GrowingTailMixin, DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values = self.growing
+        keys, values = self.history_buffers
         self.keys = keys.extend_history(self.keys, key_states)
         self.values = values.extend_history(self.values, value_states)
         return self.keys, self.values
 
     def map_tails(self, fn: Callable[[Tensor], Tensor]) -> None:
         super().map_tails(fn)
-        for growing, stored in zip(self.growing, (self.keys, self.values), strict=True):  # replaced as well
-            growing.release_memory(stored)
+        for buffer, stored in zip(self.history_buffers, (self.keys, self.values), strict=True):  # replaced as well
+            buffer.release_memory(stored)
 
     def get_seq_length(self) -> int:
         return self.keys.shape[2] if self.is_initialized else 0
 
     def reset(self) -> None:
         super().reset()
-        self._growing = _Growing(), _Growing()
+        self._history_buffers = _HistoryBuffer(), _HistoryBuffer()
 
 
 class HeadwaterSlidingLayer(_GrowingTailMixin, DynamicSlidingWindowLayer):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from headwater.config.capabilities import find_replacement
+from headwater.config.capabilities import build_replacement
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels.activation import apply_activation
 from headwater.mechanisms.contract import Hidden
@@ -50,5 +50,5 @@ class FeedForward(JoinsLinears):
 def make_feed_forward(config: HeadwaterConfig, layer: int) -> nn.Module:
     """Make the feed-forward of one layer: a mechanism's module if one replaces it, otherwise the config's."""
     width = config.hidden_size
-    replacement: nn.Module | None = find_replacement(config, "build_linear", layer, "feed_forward", width, width)
+    replacement = build_replacement(config, layer, "feed_forward", width, width)
     return replacement or FeedForward(config)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from headwater.config.capabilities import Map, find_replacement
+from headwater.config.capabilities import Map, build_replacement
 from headwater.config.text import HeadwaterConfig
 from headwater.kernels import are_ordinary, can_fuse_traced
 from headwater.kernels.autotune import get_choices
@@ -27,7 +27,7 @@ def make_map(
     """Make a linear layer d_in -> d_out, or a mechanism's replacement; None if d_out is 0."""
     if d_out == 0:
         return None
-    replacement: nn.Module | None = find_replacement(config, "build_linear", layer, name, d_in, d_out)
+    replacement = build_replacement(config, layer, name, d_in, d_out)
     return replacement or nn.Linear(d_in, d_out, bias=bias)
 
 
