@@ -68,6 +68,9 @@ def test_zeroed_pages_and_cut_ends(tmp_path):
     file.write_bytes(whole)
     file.write_text(file.read_text().replace("bits_per_byte", "bits_per_bite", 1))
     assert len(read(tmp_path).points) == len(POINTS) - 1
+    # A last line that is whole but for its newline counts among the lines.
+    file.write_text(file.read_text().splitlines(keepends=True)[1].rstrip("\n"))
+    assert read(tmp_path).damage == "metrics.jsonl is damaged: line 1 of 1 is left out"
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,9 @@ class Metrics:
         except OSError as error:
             raise HeadwaterError(f"{str(self.file)!r} cannot be read: {error.strerror}.") from error
         damaged = []
-        # If the process was killed, the last line may be incomplete. The resumed run repeats that step.
-        for number, line in enumerate(lines if _read_point(tail) is None else [*lines, tail], 1):
+        if _read_point(tail) is not None:  # else a killed process left it incomplete, and the run repeats that step
+            lines.append(tail)
+        for number, line in enumerate(lines, 1):
             point = _read_point(line)
             if point is None or (isinstance(point, HeldOutPoint) and metric not in point.metrics):
                 damaged.append(number)
