@@ -166,11 +166,10 @@ class Training(Settings):
                 f"the decay of training.schedule=wsd begins after step {self.decay_start}, within the "
                 f"{self.warmup_steps} warm-up steps; lower training.warmup_steps or training.decay_fraction"
             )
-        unfit = {"strategy=fsdp": self.strategy == "fsdp"}
-        unfit |= {name: getattr(self, name) is not None for name in ("loss_chunk_tokens", "distillation")}
-        if self.compile == "whole" and any(unfit.values()):
-            field = next(name for name, is_set in unfit.items() if is_set)
-            raise ValueError(f"training.compile=whole does not fit training.{field}; use training.compile=true")
+        unfit = ["strategy=fsdp"] if self.strategy == "fsdp" else []
+        unfit += [name for name in ("loss_chunk_tokens", "distillation") if getattr(self, name) is not None]
+        if self.compile == "whole" and unfit:
+            raise ValueError(f"training.compile=whole does not fit training.{unfit[0]}; use training.compile=true")
         if self.cuda_graphs and (self.compile != "whole" or self.world_size * self.gradient_accumulation_steps > 1):
             raise ValueError(
                 "training.cuda_graphs needs training.compile=whole, a single device, and "
